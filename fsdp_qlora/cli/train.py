@@ -20,7 +20,7 @@ from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences, re
 from fsdp_qlora.cli.launch import is_started_by_others, relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
-from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
+from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
@@ -144,7 +144,7 @@ def refuse_names(config: TrainConfig) -> None:
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
         source = sources.find_source(name, streamed=config.streaming)
-        if path.is_file() and path.stat().st_size <= _MOST_BYTES and OBJECTIVES[config.objective].needs == TEXTS:
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
             entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]

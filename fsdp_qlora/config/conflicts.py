@@ -145,11 +145,11 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
-    if is_rated and chosen.needs == TEXTS:
+    if is_rated and chosen.row_kind == TEXTS:
         yield f"--objective {c.objective} learns all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
-    if chosen.needs == TEXTS:
+    if chosen.row_kind == TEXTS:
         return
     if c.modules_to_save or not c.kind.has_adapter:
         what = "--modules_to_save" if c.modules_to_save else f"--train_type {c.train_type}"

@@ -13,8 +13,25 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-# What a row is: one text; a chosen and a rejected answer to a prompt; or one answer, and whether it is desired.
-TEXTS, PAIRS, LABELS = "texts", "pairs", "labels"
+
+class RowKind(NamedTuple):
+    """What a row is, for an objective.
+
+    num_documents: texts of a row. num_learned: those of them that are learned from. described: in messages. objective:
+    one that learns from such rows.
+    """
+
+    name: str
+    num_documents: int
+    num_learned: int
+    described: str
+    objective: str
+
+
+TEXTS = RowKind("texts", 1, 1, "texts", "sft")
+PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
+# The second document is another row's answer to the same prompt.
+LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
 
 
 @dataclass(frozen=True)
@@ -68,12 +85,12 @@ class LossInputs:
 class Objective:
     """One row of the table.
 
-    needs: what a row is. loss: of each row, [R], from the inputs and the settings; None for the mean over target
+    row_kind: what a row is. loss: of each row, [R], from the inputs and the settings; None for the mean over target
     tokens. has_reference: whether it compares with the model that training starts from. score: of an answer, whose
     product with beta is its reward in the metrics. options: those that it reads. sft_weight: if no option says another.
     """
 
-    needs: str
+    row_kind: RowKind
     loss: Callable[[LossInputs, LossSettings], torch.Tensor] | None = None
     has_reference: bool = False
     score: Callable[[LogProbs], torch.Tensor] = LogProbs.ratio

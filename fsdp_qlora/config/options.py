@@ -33,7 +33,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
-from fsdp_qlora.config.objectives import LOSS_TYPES, OBJECTIVES, TEXTS
+from fsdp_qlora.config.objectives import LOSS_TYPES, OBJECTIVES, TEXTS, RowKind
 from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
@@ -385,8 +385,12 @@ class TrainConfig:
         """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
-        is_low = self.kind.trains == "all" or OBJECTIVES[self.objective].needs != TEXTS
-        return 1e-5 if is_low else 2e-4
+        return 1e-5 if self.kind.trains == "all" or self.row_kind != TEXTS else 2e-4
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What the objective learns from."""
+        return OBJECTIVES[self.objective].row_kind
 
     def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data import chats, preferences, prompts
 from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
@@ -38,8 +38,8 @@ class Format:
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
     """What one of the first rows must be too, where the columns alone do not tell the format."""
-    needs: str = TEXTS
-    """What a row is, as objectives need it."""
+    row_kind: RowKind = TEXTS
+    """What a row is, for objectives."""
 
     def renames(self, columns: Collection[str]) -> dict[str, str]:
         """The columns that are used: their name -> the format's, in any case; none if one that it needs is missing."""
@@ -203,11 +203,13 @@ _QUESTION = prompts.TEMPLATES["question_answer"]
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
-    "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, needs=PAIRS),
+    "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
-    "ratings": Format(("completions",), _PROMPTED, preferences.read_ratings, recognizes=lambda row: False, needs=PAIRS),
-    "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, needs=LABELS),
-    "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, needs=LABELS),
+    "ratings": Format(
+        ("completions",), _PROMPTED, preferences.read_ratings, recognizes=lambda row: False, row_kind=PAIRS
+    ),
+    "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, row_kind=LABELS),
+    "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, row_kind=LABELS),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data import formats, preferences, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
@@ -53,7 +53,6 @@ from fsdp_qlora.output.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 
-_NEEDED = {PAIRS: "preferences (chosen and rejected)", LABELS: "answers with a label"}
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
 
 
@@ -79,15 +78,15 @@ class DataOptions:
     rating_threshold: float | None = None
 
     @property
-    def needs(self) -> str:
-        """What the objective needs a row to be."""
-        return OBJECTIVES[self.objective].needs
+    def row_kind(self) -> RowKind:
+        """What the objective learns from."""
+        return OBJECTIVES[self.objective].row_kind
 
     @property
     def asked_format(self) -> str:
         """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
         told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
-        found = told.get((self.needs, self.rating_threshold is not None), "auto")
+        found = told.get((self.row_kind, self.rating_threshold is not None), "auto")
         return found if self.dataset_format == "auto" else self.dataset_format
 
 
@@ -273,13 +272,15 @@ class DatasetPipeline:
         samples = DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
         if self.dataset.name == DUMMY:
             assert samples is not None
-            size, context, needs = len(self.tokenizer), options.context_length, options.needs
-            return tokenization.dummy_rows(samples, size, context_length=context, seed=options.seed, needs=needs)
+            context, kind = options.context_length, options.row_kind
+            return tokenization.dummy_rows(
+                samples, len(self.tokenizer), kind, context_length=context, seed=options.seed
+            )
         source = find_source(self.dataset)
         key = [source.identity, source.start, source.stop, samples, self.renames, dataclasses.astuple(self.template)]
         key += [options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += [options.needs] if options.needs != TEXTS else []
+        key += [options.row_kind.name] if options.row_kind != TEXTS else []
         key += [f"rated {options.rating_threshold}"] if options.rating_threshold is not None else []
 
         def make() -> tuple[TokenizedRows, DataReport]:
@@ -394,12 +395,12 @@ def _check_objective(
     dataset_format: str, names: dict[str, str], options: DataOptions, first_rows: Sequence[Row], origin: str
 ) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    if (found := FORMATS[dataset_format].needs) == options.needs:
+    if (found := FORMATS[dataset_format].row_kind) == options.row_kind:
         return
-    if options.needs != TEXTS:
+    if options.row_kind != TEXTS:
         raise UserError(
-            f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]}, and these rows have none "
-            "in columns of known names. Other names are given with --columns."
+            f"{origin}: --objective {options.objective} learns from {options.row_kind.described}, and these rows have "
+            "none in columns of known names. Other names are given with --columns."
         )
     alone = ""
     if "chosen" in names.values():
@@ -407,9 +408,8 @@ def _check_objective(
         if formats.reads(first_rows, columns, text_format):
             options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
             alone = f"; or train on the chosen answers alone, with {options_alone}"
-    objective = "dpo" if found == PAIRS else "kto"
-    say = f"Say how to learn from them, such as --objective {objective}"
-    raise UserError(f"{origin}: these rows are {_NEEDED[found]}. {say}{alone}.")
+    say = f"Say how to learn from them, such as --objective {found.objective}"
+    raise UserError(f"{origin}: these rows are {found.described}. {say}{alone}.")
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

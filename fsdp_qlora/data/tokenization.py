@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data.formats import Format
 from fsdp_qlora.data.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.rendering import Renderer
@@ -77,10 +77,10 @@ def tokenize_batch(
     report.is_chat |= any(row.is_templated for _, row in rendered)
     report.is_filled |= any(row.is_filled for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
-    if row_format.needs == PAIRS:
+    if row_format.row_kind == PAIRS:
         encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
     chosen = _choose(encoded, report)
-    if row_format.needs == LABELS:
+    if row_format.row_kind == LABELS:
         chosen = with_mismatched_answers(chosen, context_length)
     return _flatten(chosen), [len(row.ids) + row.num_cut for row in encoded]
 
@@ -113,12 +113,12 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
 
 
 def dummy_rows(
-    num_rows: int, vocab_size: int, *, context_length: int, seed: int, needs: str = TEXTS
+    num_rows: int, vocab_size: int, kind: RowKind, *, context_length: int, seed: int
 ) -> tuple[TokenizedRows, DataReport]:
     """Rows of random tokens that fill the context, or of two documents that do, all learned. For measuring speed."""
-    length = context_length if needs == TEXTS else 2 * context_length
+    length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
-    learned, split = np.ones(length, dtype=np.bool_), None if needs == TEXTS else context_length
+    learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
     tokenized = _flatten([EncodedRow(number, row, learned, split=split) for number, row in enumerate(ids, start=1)])
     report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
     report.count(tokenized)

@@ -20,7 +20,6 @@ from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.marks import of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.rows import Lengths
@@ -299,8 +298,7 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
 
 def longest_allowed(config: TrainConfig) -> Lengths:
     """A micro-batch of as many and as long rows as the options allow."""
-    texts_learned = 2 if OBJECTIVES[config.objective].needs == PAIRS else 1
-    return Lengths([config.context_length] * config.batch_size * texts_learned)
+    return Lengths([config.context_length] * config.batch_size * config.row_kind.num_learned)
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, TEXTS
+from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
@@ -135,7 +135,7 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         data_size=data_size,
         rows_per_step=rows_per_step,
         mixture=data.mixture,
-        context_length=config.context_length * (1 if OBJECTIVES[config.objective].needs == TEXTS else 2),
+        context_length=config.context_length * config.row_kind.num_documents,
     )
     if rows is not None:
         return schedule
@@ -209,4 +209,4 @@ def lengths_of(
 
 
 def _shares(config: TrainConfig, documents: str | None) -> bool:
-    return OBJECTIVES[config.objective].needs == PAIRS and can_share(documents)
+    return config.row_kind == PAIRS and can_share(documents)

@@ -16,7 +16,7 @@ from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, 
 from fsdp_qlora.adapters.insert import fill_start
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, LossSettings
+from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.cache import add_reference
@@ -111,7 +111,6 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    is_pairs = OBJECTIVES[config.objective].needs == PAIRS
     control = control or Control()
     forward = ForwardPass(
         model,
@@ -121,7 +120,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         attention=None if schedule.padding else plan.model.documents,
-        shares_prompts=is_pairs and not schedule.padding and shares_prompts(plan, ranks),
+        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
         reference=ReferencePass(model) if config.has_reference_beside else None,
         heartbeat=control.heartbeat,
     )

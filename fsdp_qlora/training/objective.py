@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, LogProbs, LossInputs, LossSettings
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, LogProbs, LossInputs, LossSettings
 from fsdp_qlora.data.micro_batch import MicroBatch
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Round
@@ -43,7 +43,7 @@ class StepObjective:
 
     def __init__(self, name: str = "sft", settings: LossSettings | None = None) -> None:
         self.name, self.settings, self.row = name, settings or LossSettings(), OBJECTIVES[name]
-        self.is_mean_over_tokens = self.row.needs == TEXTS
+        self.is_mean_over_tokens, self.has_labels = self.row.loss is None, self.row.row_kind == LABELS
         self.reduction: Literal["sum", "none"] = "sum" if self.is_mean_over_tokens else "none"
         self.sft_weight = self.row.sft_weight if self.settings.sft_weight is None else self.settings.sft_weight
         self.metric_names = () if self.is_mean_over_tokens else tuple(self._metric_names())
@@ -51,7 +51,7 @@ class StepObjective:
     def _metric_names(self) -> Iterator[str]:
         for side in SIDES:
             yield from (f"rewards/{side}", f"logps/{side}")
-        if self.row.needs == PAIRS:
+        if not self.has_labels:
             yield "rewards/accuracies"
         if self.sft_weight:
             yield "nll_loss"
@@ -60,7 +60,7 @@ class StepObjective:
         """What all micro-batches of these rows must know of each other, but the divergence."""
         if self.is_mean_over_tokens:
             return Totals(int(table.num_targets[rows].sum()))
-        if self.row.needs == LABELS:
+        if self.has_labels:
             num_desired = int(table.desired[rows].sum())
             return Totals(len(rows), (num_desired, len(rows) - num_desired))
         num_chosen = int(table.document_targets[table.documents(rows)[::2]].sum())
@@ -70,7 +70,7 @@ class StepObjective:
         self, totals: Totals, forward: ForwardPass, rounds: Iterable[Round], table: TokenizedRows
     ) -> Totals:
         """The totals with what takes a pass of its own, where rows have labels. Called on every rank."""
-        if self.row.needs != LABELS:
+        if not self.has_labels:
             return totals
         others = [[2 * rows + 1 for rows in each] for each in rounds]  # each row's second document
         ratios = [found.ratio().sum().double() for found in document_logprobs(forward, others, table.as_documents)]
@@ -95,20 +95,19 @@ class StepObjective:
         return torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
 
     def _loss_inputs(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> LossInputs:
-        documents = sum_documents(losses, batch)
-        sides = 2 if self.row.needs == PAIRS else 1
+        documents, sides = sum_documents(losses, batch), self.row.row_kind.num_learned
         chosen, rejected = (LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1))
         return LossInputs(losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence)
 
     def _metrics(self, found: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
         """Each row's metrics; of a row with a label both answers are the same, and one counts."""
-        has_labels, metrics = self.row.needs == LABELS, {}
+        metrics = {}
         for side, answers in zip(SIDES, (found.chosen, found.rejected), strict=True):
-            share = (found.desired if side == "chosen" else 1 - found.desired) if has_labels else 1.0
+            share = (found.desired if side == "chosen" else 1 - found.desired) if self.has_labels else 1.0
             logps = answers.policy / answers.tokens if self.row.score is LogProbs.mean_ratio else answers.policy
             metrics[f"rewards/{side}"] = self.settings.beta * self.row.score(answers) * share
             metrics[f"logps/{side}"] = logps * share
-        if self.row.needs == PAIRS:
+        if not self.has_labels:
             metrics["rewards/accuracies"] = (metrics["rewards/chosen"] > metrics["rewards/rejected"]).float()
         if self.sft_weight:
             metrics["nll_loss"] = -found.chosen.policy * totals.rows_per_token
@@ -123,7 +122,7 @@ class StepObjective:
             count = counts.get(name.rpartition("/")[2], totals.divisor)
             found[name] = total / count if count else math.nan
         found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found | ({"kl": totals.divergence} if self.row.needs == LABELS else {})
+        return found | ({"kl": totals.divergence} if self.has_labels else {})
 
     def describe_loss(self, loss: float) -> dict[str, float]:
         """What else an evaluation's loss says: the perplexity, if it is a mean over tokens."""

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.data.formats import FORMATS, name_columns
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate
 from fsdp_qlora.data.rendering import Renderer
@@ -22,7 +23,7 @@ TEMPLATE = (
 
 
 def test_every_format_of_texts_has_an_example() -> None:
-    assert {name for name, _, _ in EXAMPLES} == {name for name in FORMATS if FORMATS[name].needs == "texts"}
+    assert {name for name, _, _ in EXAMPLES} == {name for name in FORMATS if FORMATS[name].row_kind == TEXTS}
     assert all(f"`{name}`" in PAGE for name in (*FORMATS, *TEMPLATES))
 
 

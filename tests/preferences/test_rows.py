@@ -262,7 +262,7 @@ def test_a_sample_shows_both_sides(tmp_path: Path) -> None:
 def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
     for row, (text, _) in ROWS:
         name = name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1]
-        assert FORMATS[name].needs == "pairs"
+        assert FORMATS[name].row_kind.name == "pairs"
         is_chat = "[a]" in text
         report = prepared([row], tmp_path, prompt_template="chat")[1]
         assert report.is_chat is is_chat and not report.is_filled
