@@ -100,11 +100,7 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
 
 
 def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
-    """The shares of the datasets, which add up to 1; None where no weights are given, so that all rows are taken.
-
-    Raises:
-        UserError: some have a weight and some have none.
-    """
+    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some have a weight."""
     weights = [name.weight for name in names if name.weight is not None]
     if len(weights) not in (0, len(names)):
         without = ", ".join(name.name for name in names if name.weight is None)
@@ -113,11 +109,7 @@ def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
 
 
 def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
-    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}: the names of the evaluation's datasets.
-
-    Raises:
-        UserError: two have the same name.
-    """
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two are alike."""
     named: dict[str, str] = {}
     for word in words:
         match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
@@ -189,23 +181,16 @@ class Source:
         return dataclasses.replace(self, start=self.start + start, stop=stop)
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
-        """Up to `limit` entries, malformed ones included. The rest is not read.
+        """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that are not `used`.
 
-        Args:
-            used: chooses the columns that are needed; where they are stored apart, others are not read.
         Raises:
             UserError: a file cannot be read at all; the message names the place.
         """
-        ends = [self.stop, None if limit is None else self.start + limit]
-        stop = min((end for end in ends if end is not None), default=None)
-        return islice(read_entries(self.parts, used), self.start, stop)
+        limited = islice(read_entries(self.parts, used), self.start, self.stop)
+        return limited if limit is None else islice(limited, limit)
 
     def count(self) -> int:
-        """The rows of an epoch.
-
-        Raises:
-            UserError: their number is unknown.
-        """
+        """The rows of an epoch. Raises UserError if their number is unknown."""
         if (found := self.num_rows()) is None:
             raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
         return found
@@ -223,20 +208,21 @@ def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source
         UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
     """
     wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
-    name, known = wanted.name, DATASETS.get(wanted.name)
+    name = wanted.name
     if streamed and (wanted.start or wanted.stop is not None):
         raise UserError(f"dataset: --streaming true reads all of {name}. Leave out the slice of its rows.")
     if streamed and name == DUMMY:
         raise UserError(f"dataset: --streaming true takes files, folders and owner/name on the hub, not {name!r}.")
     if "://" in name:
         raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
-    if name == DEMO or (known is None and _looks_local(name)):
+    if name == DEMO or (name not in DATASETS and _looks_local(name)):
         if wanted.config is not None:
             raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
         found = local_source(_existing(name), wanted.split, streamed=streamed)
-    elif known is not None:
-        split, skip = (wanted.split, 0) if wanted.split else (known.split, known.skip)
-        found = hub_source(known.name, config=wanted.config, split=split, shuffled=known.shuffled).slice(skip, None)
+    elif name in DATASETS:
+        known = parse_name(DATASETS[name])
+        split, start = (wanted.split, 0) if wanted.split else (known.split or "train", known.start)
+        found = hub_source(known.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
     elif is_hub_name(name):
         find = hub_stream if streamed else hub_source
         found = find(name, config=wanted.config, split=wanted.split or "train")
@@ -257,11 +243,7 @@ def _existing(name: str) -> Path:
 
 
 def local_source(path: Path, split: str | None = None, *, streamed: bool = False) -> Source:
-    """A file, or all files of the known kinds in a folder, sorted by name, that belong to the split.
-
-    Raises:
-        UserError: it has no file of a known kind, or none of the split.
-    """
+    """A file, or the files of a folder that `find_files` finds."""
     if is_saved(path):
         return saved_source(path, split)
     files = {file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None}
@@ -283,11 +265,7 @@ def _hash_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def saved_source(path: Path, split: str | None) -> Source:
-    """A folder that datasets.save_to_disk made, of one table or of one per split.
-
-    Raises:
-        UserError: there is no such split, or the folder cannot be read.
-    """
+    """A folder that datasets.save_to_disk made, of one table or of one per split."""
     import datasets
 
     if (path / SAVED_SPLITS).is_file():
@@ -387,27 +365,16 @@ def hub_stream(name: str, *, config: str | None, split: str) -> Source:
     return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: known)
 
 
-class HubDataset(NamedTuple):
-    """A dataset of the hub that has a name here."""
-
-    name: str
-    split: str = "train"
-    skip: int = 0
-    """Rows that the 2024 program kept for evaluation."""
-    shuffled: bool = False
-    """Whether its rows are in the order in which that program took them."""
-
-
-_SEED_OF_2024 = 42  # the default of its --seed
-
-# guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under these names.
+# Short names of datasets on the hub. guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under
+# these names in 2024: it shuffled some before it left out those for evaluation.
 DATASETS = {
-    "alpaca": HubDataset("yahma/alpaca-cleaned"),
-    "alpaca_sample": HubDataset("yahma/alpaca-cleaned"),
-    "guanaco": HubDataset("timdettmers/openassistant-guanaco"),
-    "sql": HubDataset("knowrohit07/know_sql", split="validation", skip=1000, shuffled=True),
-    "orca_math": HubDataset("microsoft/orca-math-word-problems-200k", shuffled=True),
+    "alpaca": "yahma/alpaca-cleaned",
+    "alpaca_sample": "yahma/alpaca-cleaned",
+    "guanaco": "timdettmers/openassistant-guanaco",
+    "sql": "knowrohit07/know_sql[validation][1000:]",
+    "orca_math": "microsoft/orca-math-word-problems-200k",
 }
+SHUFFLED, _SEED_OF_2024 = ("sql", "orca_math"), 42  # the default of its --seed
 
 
 def _looks_local(dataset: str) -> bool:
