@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 from fsdp_qlora.checkpointing.run_folder import is_run, read_run
@@ -137,19 +136,18 @@ def refuse_names(config: TrainConfig) -> None:
         hub.find_model_folder(
             config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
         )
-    renames = formats.parse_columns(config.columns)
-    used = partial(formats.used_columns, dataset_format=config.dataset_format, renames=renames)
+    asked = formats.AskedFormat(config.dataset_format, formats.parse_columns(config.columns))
     for name in map(sources.parse_name, config.dataset):
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
         source = sources.find_source(name, streamed=config.streaming)
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
-            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=used)
+            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=asked.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
             if rows:
-                formats.name_columns(columns, renames, config.dataset_format, origin=source.origin, first_rows=first)
+                asked.find(columns, first, source.origin)
 
 
 def _missing(config: TrainConfig) -> Iterator[str]:

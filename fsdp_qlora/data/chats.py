@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.rows import BadRow, Chat, refuse_media, text_of, unicode_of
+from fsdp_qlora.data.rows import BadRow, Chat, Row, refuse_media, text_of, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {
@@ -28,17 +28,17 @@ _MARKS = re.compile(r"^\s*<\|[^|]*\|>:|<eo\w>\s*$")
 _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
-def read_messages(row: Mapping[str, object]) -> Chat:
+def read_messages(row: Row) -> Chat:
     """OpenAI's `messages`, with `tools`; `weight` 0 or 1 of a turn says whether it is learned. Raises BadRow."""
     return _chat(row, turns(row.get("messages"), "messages"))
 
 
-def read_conversations(row: Mapping[str, object]) -> Chat:
+def read_conversations(row: Row) -> Chat:
     """ShareGPT's `conversations` of `from` and `value` (or `role` and `content`), with `system`. Raises BadRow."""
     return _chat(row, turns(row.get("conversations"), "conversations"))
 
 
-def read_moss(row: Mapping[str, object]) -> Chat:
+def read_moss(row: Row) -> Chat:
     """MOSS's `chat` of numbered turns. A call of a plugin is text, and its results are a tool's turn. Raises BadRow."""
     chat: Any = row.get("chat")
     if not is_moss(row):
@@ -55,12 +55,12 @@ def read_moss(row: Mapping[str, object]) -> Chat:
     return _chat({"system": row.get("meta_instruction")}, found)
 
 
-def is_moss(row: Mapping[str, object]) -> bool:
+def is_moss(row: Row) -> bool:
     chat = row.get("chat")
     return isinstance(chat, Mapping) and bool(chat) and all(isinstance(turn, Mapping) for turn in chat.values())
 
 
-def read_tree(row: Mapping[str, object]) -> Chat:
+def read_tree(row: Row) -> Chat:
     """oasst's tree: from the `prompt` on the reply that is ranked best, one without a rank last. Raises BadRow."""
     path, replies = [], turns([row.get("prompt")], "prompt")
     while replies:
@@ -70,7 +70,7 @@ def read_tree(row: Mapping[str, object]) -> Chat:
     return _chat(row, path)
 
 
-def read_prompted(row: Mapping[str, object]) -> Chat:
+def read_prompted(row: Row) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
     asked = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
@@ -103,7 +103,7 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(turn)]
 
 
-def _chat(row: Mapping[str, object], turns: list[dict[str, Any]]) -> Chat:
+def _chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
     weights = [_weight(turn, number) for number, turn in enumerate(turns, start=1)]
     system = row.get("system")

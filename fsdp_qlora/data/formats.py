@@ -8,15 +8,14 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data import chats, preferences, prompts
-from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
+from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Row, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
-
-Row = Mapping[str, object]
 
 HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
 _SPEAKER = re.compile(r"\s*<(user|bot)>:\s*")  # of Huatuo's dialogues
@@ -260,84 +259,130 @@ IGNORE = "ignore"  # the name by --columns of a column that is not used on purpo
 _MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
 
 
-def unused_meaning(column: str, value: object, dataset_format: str) -> str | None:
-    """Why a row with this value in a WATCHED column that the format does not use is refused; None if it is not."""
-    if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
-        return None
-    without = f"--columns {IGNORE}={column} trains without it"
-    if column == "label" and str(value).lower() == "true":
-        return None
-    if column == "label" and str(value).lower() == "false":
-        return f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
-    if column in MEDIA:
-        return f"{column}: only text can be trained on; {without}, blind"
-    return f"{column} is filled, and the format {dataset_format} does not use it; {without}"
+class Reading(NamedTuple):
+    """How the rows of a dataset are read.
 
-
-def name_columns(
-    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_rows: Sequence[Row]
-) -> tuple[dict[str, str], str]:
-    """The columns that are used -> their names in the rows' format, and the format's name.
-
-    Args:
-        renames: of `parse_columns`.
-        dataset_format: a key of FORMATS, or "auto" for the first format that fits.
-        origin: the dataset's path or name, for the message.
-        first_rows: tell formats apart that have the same columns.
-    Raises:
-        UserError: the format is unknown, a column to rename is not there, or columns that the format needs are missing.
+    names: the columns that are used -> their names in the format. watched: those that must be empty.
     """
-    if dataset_format != "auto" and dataset_format not in FORMATS:
-        raise UserError(f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}.")
-    if missing := [name for name in renames if name not in columns]:
-        raise UserError(
-            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
-        )
-    if (found := _told(columns, renames, dataset_format, first_rows)) is not None:
-        names, name = found
-        if name == "text" and dataset_format == "auto":
-            _refuse_other_text(
-                [{names.get(column, column): row[column] for column in row} for row in first_rows], origin
+
+    dataset_format: str
+    names: Mapping[str, str]
+    watched: Sequence[str]
+
+    def named(self, row: Row) -> Row:
+        """The columns that are used, called as in the format. Raises BadRow if a watched one is filled."""
+        for column in self.watched:
+            if (reason := self._unused_meaning(column, row.get(column))) is not None:
+                raise BadRow(reason)
+        return {self.names[column]: value for column, value in row.items() if column in self.names}
+
+    def _unused_meaning(self, column: str, value: object) -> str | None:
+        if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
+            return None
+        without = f"--columns {IGNORE}={column} trains without it"
+        if column == "label" and str(value).lower() == "true":
+            return None
+        if column == "label" and str(value).lower() == "false":
+            return (
+                f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
             )
-        return found
-    lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
-    middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
-    unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
-    if dataset_format == "auto" and any(_fitting(lists, renames, "ratings")):
-        raise UserError(f"{unasked} dpo.")
-    if dataset_format == "label" and any(_fitting(columns, renames, "rating")):
-        raise UserError(f"{unasked} kto.")
-    wanted, works = FORMATS.get(dataset_format), partial(reads, first_rows, dataset_format=dataset_format)
-    needed = f" The format {dataset_format} needs {', '.join(wanted.columns)}." if wanted else ""
-    raise UserError(
-        f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
-    )
+        if column in MEDIA:
+            return f"{column}: only text can be trained on; {without}, blind"
+        return f"{column} is filled, and the format {self.dataset_format} does not use it; {without}"
+
+    def can_use(self, row: Row) -> bool:
+        try:
+            FORMATS[self.dataset_format].read(self.named(row))
+        except (BadRow, RecursionError):
+            return False
+        return True
 
 
-def _told(
-    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, rows: Sequence[Row]
-) -> tuple[dict[str, str], str] | None:
-    """What `name_columns` returns; None if no format fits."""
-    for name, names in _fitting(columns, renames, dataset_format):
-        recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
-        named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
-        if recognizes is None or any(map(recognizes, named)):
-            return names, name
-    return None
+class AskedFormat(NamedTuple):
+    """What the options say of a dataset's format.
+
+    name: a key of FORMATS, or "auto" for the first that fits. renames: of `parse_columns`.
+    """
+
+    name: str = "auto"
+    renames: Mapping[str, str] = {}
+
+    def find(self, columns: Sequence[str], first_rows: Sequence[Row], origin: str = "") -> Reading:
+        """How rows with these columns are read.
+
+        Args:
+            first_rows: tell formats apart that have the same columns.
+            origin: the dataset's path or name, for the message.
+        Raises:
+            UserError: the format is unknown, a column to rename is not there, or columns that it needs are missing.
+        """
+        if self.name != "auto" and self.name not in FORMATS:
+            raise UserError(f"dataset_format: unknown format {self.name!r}. Formats: {', '.join(['auto', *FORMATS])}.")
+        if missing := [name for name in self.renames if name not in columns]:
+            raise UserError(
+                f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
+            )
+        if (found := self._told(columns, first_rows)) is not None:
+            if found.dataset_format == "text" and self.name == "auto":
+                names = found.names
+                _refuse_other_text([{names.get(key, key): row[key] for key in row} for row in first_rows], origin)
+            return found
+        lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
+        middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
+        unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
+        if self.name == "auto" and any(self._replace(name="ratings")._fitting(lists)):
+            raise UserError(f"{unasked} dpo.")
+        if self.name == "label" and any(self._replace(name="rating")._fitting(columns)):
+            raise UserError(f"{unasked} kto.")
+        wanted, works = FORMATS.get(self.name), partial(reads, first_rows, dataset_format=self.name)
+        needed = f" The format {self.name} needs {', '.join(wanted.columns)}." if wanted else ""
+        raise UserError(
+            f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
+        )
+
+    def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
+        """What `find` returns; None if no format fits."""
+        for name, names in self._fitting(columns):
+            recognizes = FORMATS[name].recognizes if self.name == "auto" else None
+            named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
+            if recognizes is None or any(map(recognizes, named)):
+                return Reading(name, names, [column for column in self._watched(columns) if column not in names])
+        return None
+
+    def _watched(self, columns: Sequence[str]) -> list[str]:
+        return [column for column in columns if column in WATCHED and self.renames.get(column) != IGNORE]
+
+    def used(self, columns: Sequence[str]) -> set[str]:
+        """The columns that the rows' format may use; all where no format fits, which is said later."""
+        used: set[str] = set()
+        for name, names in self._fitting(columns):
+            used |= names.keys()
+            if FORMATS[name].recognizes is None:
+                break
+        return used | {*self._watched(columns)} - {*MEDIA} if used else set(columns)
+
+    def _fitting(self, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+        """(name, the columns that are used -> their names) of each format that fits. A name of --columns is of that
+        column alone.
+        """
+        renames = self.renames
+        given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+        shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
+        for name, alias in (*shapes, *ALIASES):
+            if self.name not in ("auto", name) or not alias.keys() <= set(given.values()):
+                continue
+            if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
+                continue
+            ours = {column: alias.get(named, named) for column, named in given.items()}
+            if wanted := FORMATS[name].renames(ours.values()):
+                yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
 
 
 def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "auto") -> bool:
     """Whether most of the rows can be used with these options."""
-    found = _told(list(dict.fromkeys(itertools.chain(*rows))), parse_columns(columns), dataset_format, rows)
-    return found is not None and sum(_can_be_used(row, *found) for row in rows) > len(rows) / 2
-
-
-def _can_be_used(row: Row, names: Mapping[str, str], dataset_format: str) -> bool:
-    try:
-        FORMATS[dataset_format].read({names[column]: value for column, value in row.items() if column in names})
-    except (BadRow, RecursionError):
-        return False
-    return not any(unused_meaning(name, row.get(name), dataset_format) for name in {*WATCHED} - names.keys())
+    asked = AskedFormat(dataset_format, parse_columns(columns))
+    found = asked._told(list(dict.fromkeys(itertools.chain(*rows))), rows)
+    return found is not None and sum(map(found.can_use, rows)) > len(rows) / 2
 
 
 def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
@@ -356,41 +401,8 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
         )
 
 
-def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mapping[str, str]) -> set[str]:
-    """Those of a dataset's columns that the rows' format may use; all where no format fits, which is said later."""
-    used: set[str] = set()
-    for name, names in _fitting(columns, renames, dataset_format):
-        used |= names.keys()
-        if FORMATS[name].recognizes is None:
-            break
-    watched = {column for column in columns if column in {*WATCHED} - {*MEDIA} and renames.get(column) != IGNORE}
-    return used | watched if used else set(columns)
-
-
-def _fitting(
-    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """(name, the columns that are used -> their names) of each format that fits. A name of --columns is of that column
-    alone.
-    """
-    given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
-    shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
-    for name, alias in (*shapes, *ALIASES):
-        if dataset_format not in ("auto", name) or not alias.keys() <= set(given.values()):
-            continue
-        if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
-            continue
-        ours = {column: alias.get(named, named) for column, named in given.items()}
-        if wanted := FORMATS[name].renames(ours.values()):
-            yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
-
-
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE.
-
-    Raises:
-        UserError: an item is no such pair, or a column is renamed twice.
-    """
+    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE."""
     renames: dict[str, str] = {}
     for item in columns:
         ours, equals, theirs = item.partition("=")

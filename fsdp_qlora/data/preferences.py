@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data import chats
-from fsdp_qlora.data.rows import BadRow, Chat, Fields, PreferenceRow, Rendered, Segment, refuse_media, text_of
+from fsdp_qlora.data.rows import BadRow, Chat, Fields, PreferenceRow, Rendered, Row, Segment, refuse_media, text_of
 
 SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 INSTRUCTIONS = ("question", "instruction", "input")  # prompts that are filled into a template, as where texts are rows
 PROMPTS = ("conversations", "prompt", *INSTRUCTIONS)  # the first that is filled counts
-
-Row = Mapping[str, object]
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:

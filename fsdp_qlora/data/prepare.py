@@ -20,7 +20,7 @@ from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKi
 from fsdp_qlora.data import formats, preferences, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
-from fsdp_qlora.data.formats import FORMATS, IGNORE, WATCHED, name_columns, parse_columns, unused_meaning, used_columns
+from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
 from fsdp_qlora.data.rows import (
@@ -260,11 +260,10 @@ class DatasetPipeline:
     ) -> None:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
         [self.dataset] = map(parse_name, options.dataset)
-        self.template, self.renames = find_template(options.prompt_template), parse_columns(options.columns)
-        self._format_name = options.asked_format  # as the options say, until the first rows tell it
+        self.template = find_template(options.prompt_template)
+        self.asked = AskedFormat(options.asked_format, parse_columns(options.columns))
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
-        self._names: dict[str, str] = {}  # of the columns that are used -> in the format
-        self._used = partial(used_columns, dataset_format=options.asked_format, renames=self.renames)
+        self._reading: Reading | None = None  # known from the first rows on
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
@@ -277,14 +276,14 @@ class DatasetPipeline:
                 samples, len(self.tokenizer), kind, context_length=context, seed=options.seed
             )
         source = find_source(self.dataset)
-        key = [source.identity, source.start, source.stop, samples, self.renames, dataclasses.astuple(self.template)]
-        key += [options.dataset_format, options.context_length, options.learn]
+        key = [source.identity, source.start, source.stop, samples, self.asked.renames]
+        key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
         key += [options.row_kind.name] if options.row_kind != TEXTS else []
         key += [f"rated {options.rating_threshold}"] if options.rating_threshold is not None else []
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            made = self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
+            made = self._tokenize(source, source.entries(samples, used=self.asked.used), show_progress=True)
             if source.fingerprint() != source.identity:
                 raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
             return made
@@ -299,7 +298,7 @@ class DatasetPipeline:
         stream = RowStream(
             source,
             partial(self._tokenize_block, source, vocab_size=vocab_size),
-            used=self._used,
+            used=self.asked.used,
             block_rows=options.shuffle_buffer,
             seed=options.seed,
             max_bad_rows=options.max_bad_rows,
@@ -339,7 +338,7 @@ class DatasetPipeline:
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
             while batch := list(islice(left, ROWS_PER_BATCH)):
                 if rows := self._named(batch, source, report):
-                    row_format = FORMATS[self._format_name]
+                    row_format = FORMATS[report.dataset_format]
                     if (threshold := self.options.rating_threshold) is not None:
                         row_format = dataclasses.replace(row_format, read=partial(row_format.read, threshold=threshold))
                     learn, of_format = self.options.learn, row_format.template
@@ -372,30 +371,27 @@ class DatasetPipeline:
         report.num_rows += len(entries)
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
-        if rows and (len(self._columns) > known or self._format_name == "auto"):
+        if rows and (len(self._columns) > known or self._reading is None):
             first_rows = [row for _, row in rows[:ROWS_LOOKED_AT]]
-            self._names, self._format_name = name_columns(
-                list(self._columns), self.renames, self._format_name, origin=source.origin, first_rows=first_rows
-            )
-            _check_objective(self._format_name, self._names, self.options, first_rows, source.origin)
-        report.dataset_format = self._format_name
-        report.unused_columns = [column for column in self._columns if column not in self._names]
-        watched = [name for name in report.unused_columns if name in WATCHED and self.renames.get(name) != IGNORE]
+            asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
+            self._reading = asked.find(list(self._columns), first_rows, source.origin)
+            _check_objective(self._reading, self.options, first_rows, source.origin)
+        if self._reading is None:
+            return []
+        report.dataset_format = self._reading.dataset_format
+        report.unused_columns = [column for column in self._columns if column not in self._reading.names]
         named = []
         for number, row in rows:
-            found = (unused_meaning(name, row.get(name), self._format_name) for name in watched)
-            if (reason := next(filter(None, found), None)) is not None:
-                report.reject(number, reason)
-            else:
-                named.append((number, {self._names[name]: value for name, value in row.items() if name in self._names}))
+            try:
+                named.append((number, self._reading.named(row)))
+            except BadRow as reason:
+                report.reject(number, str(reason))
         return named
 
 
-def _check_objective(
-    dataset_format: str, names: dict[str, str], options: DataOptions, first_rows: Sequence[Row], origin: str
-) -> None:
+def _check_objective(reading: Reading, options: DataOptions, first_rows: Sequence[Row], origin: str) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    if (found := FORMATS[dataset_format].row_kind) == options.row_kind:
+    if (found := FORMATS[reading.dataset_format].row_kind) == options.row_kind:
         return
     if options.row_kind != TEXTS:
         raise UserError(
@@ -403,8 +399,8 @@ def _check_objective(
             "none in columns of known names. Other names are given with --columns."
         )
     alone = ""
-    if "chosen" in names.values():
-        columns, text_format = preferences.chosen_alone(first_rows[0], names)
+    if "chosen" in reading.names.values():
+        columns, text_format = preferences.chosen_alone(first_rows[0], reading.names)
         if formats.reads(first_rows, columns, text_format):
             options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
             alone = f"; or train on the chosen answers alone, with {options_alone}"

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp_qlora.output.text import fit
 
-Row = dict[str, object]
+Row = Mapping[str, object]
 Numbers = Sequence[int] | np.ndarray
 
 NUMBERS_SHOWN = 10  # rows named in a message
@@ -400,7 +400,7 @@ Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 
-def text_of(row: Mapping[str, object], column: str, *, required: bool = True) -> str:
+def text_of(row: Row, column: str, *, required: bool = True) -> str:
     """The text of a column; "" if it is blank and not required. Raises BadRow."""
     value = row.get(column)
     if value is not None and not isinstance(value, str):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.config.objectives import TEXTS
-from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.formats import FORMATS, AskedFormat
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.tokenization import encode
@@ -30,7 +30,7 @@ def test_every_format_of_texts_has_an_example() -> None:
 @pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
 def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
     row = json.loads(example)
-    assert name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1] == name
+    assert AskedFormat().find(list(row), [row]).dataset_format == name
     tokenizer = spelled_tokenizer("byte_level")
     renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
     [rendered] = renderer.render(FORMATS[name].read(row))

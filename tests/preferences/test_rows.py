@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.formats import FORMATS, AskedFormat
 from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.preferences import RATINGS
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
@@ -261,7 +261,7 @@ def test_a_sample_shows_both_sides(tmp_path: Path) -> None:
 
 def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
     for row, (text, _) in ROWS:
-        name = name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1]
+        name = AskedFormat().find(list(row), [row]).dataset_format
         assert FORMATS[name].row_kind.name == "pairs"
         is_chat = "[a]" in text
         report = prepared([row], tmp_path, prompt_template="chat")[1]
