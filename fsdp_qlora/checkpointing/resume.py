@@ -20,16 +20,19 @@ from fsdp_qlora.checkpointing.run_folder import (
     RUN,
     RUN_KEYS,
     STATUS,
+    Run,
+    StartRequest,
     check_usable,
     errors_explained,
+    find_differences,
     is_finished,
     is_run,
     locked,
     read_run,
     read_status,
+    refuse,
     remove_run,
 )
-from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, refuse
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact

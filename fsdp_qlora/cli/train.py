@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_qlora.checkpointing.run_folder import is_run, read_run
-from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences, refuse
+from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences, is_run, read_run, refuse
 from fsdp_qlora.cli.launch import is_started_by_others, relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER

@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import result_error
-from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
@@ -34,7 +34,7 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
 
 
 def known_facts(plan: Plan) -> dict[str, Any]:
-    """What of the run is compared by content, as far as it is known without the weights: see same_run.FACTS."""
+    """What of the run is compared by content, as far as it is known without the weights: see FACTS of run_folder."""
     model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
     return {
         "model": f"{derive_seed(model_config):x}",

@@ -24,7 +24,7 @@ import yaml
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.resume import RunFolder
-from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.config.cli import parse_train_config, run_options
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml

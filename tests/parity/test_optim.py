@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences
+from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences
 from fsdp_qlora.commands.export import stored_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig

@@ -14,7 +14,7 @@ from fsdp_qlora.checkpointing import checkpoint, run_folder
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import publish_files, record_result
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.commands.cache import list_entries
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry

@@ -18,7 +18,7 @@ from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
+from fsdp_qlora.checkpointing.run_folder import FACTS, StartRequest
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits

@@ -8,7 +8,7 @@ import torch
 
 from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
 from fsdp_qlora.checkpointing.resume import RunFolder
-from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.ranks import Ranks, read_ranks
