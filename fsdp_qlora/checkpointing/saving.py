@@ -127,29 +127,33 @@ class Saver:
         return self._save is not None
 
     def finish(self) -> None:
-        """Wait for a save that is being written, and publish it."""
-        while (save := self._save) is not None:
-            step = save.progress["step"]
-            while not wait([save.part], timeout=1).done:
-                if save.made_progress:
-                    save.made_progress = False
-                    self.state.beat()
-            parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
-            outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
-            failure = json.loads(all_gather_strings(json.dumps(outcome), self.ranks.device)[0])
-            if failure is None:
-                self._save, self.saved_step, self._failing_since = None, step, None
-                self.seconds = time.monotonic() - save.started
-                self._prune()
-                log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
-            elif failure["freed"] is None:
-                self._save = None
-                self._note_failure(step, failure["reason"], failure["failing_seconds"])
-            else:
-                log.warning("Step %d: %s. To make room, %s was deleted.", step, failure["reason"], failure["freed"])
-                if not save.in_background:  # its values have been taken
-                    save.contents, _ = self.state.contents()
-                self._start(save)
+        """Wait for a save that is being written, and publish it; write it again where deleting another makes room."""
+        if (save := self._save) is None:
+            return
+        step = save.progress["step"]
+        while (failure := self._wait_and_publish(save)) and failure["freed"]:
+            log.warning("Step %d: %s. To make room, %s was deleted.", step, failure["reason"], failure["freed"])
+            if not save.in_background:  # its values have been taken
+                save.contents, _ = self.state.contents()
+            self._start(save)
+        self._save = None
+        if failure:
+            self._note_failure(step, failure["reason"], failure["failing_seconds"])
+            return
+        self.saved_step, self._failing_since, self.seconds = step, None, time.monotonic() - save.started
+        self._prune()
+        log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
+
+    def _wait_and_publish(self, save: _Save) -> dict[str, Any] | None:
+        """What `_publish` returns, on every rank, when all ranks have written their parts."""
+        while not wait([save.part], timeout=1).done:
+            if save.made_progress:
+                save.made_progress = False
+                self.state.beat()
+        parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
+        outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
+        failure: dict[str, Any] | None = json.loads(all_gather_strings(json.dumps(outcome), self.ranks.device)[0])
+        return failure
 
     def close(self) -> None:
         """Publish what is still being written, if no other rank has a part of it: the run has failed."""
@@ -170,8 +174,7 @@ class Saver:
         if save.in_background and not failure:
             save.part = self._thread.submit(self._write, save, failure)
         else:
-            part = self._write(save, failure)
-            save.part = Future()
+            part, save.part = self._write(save, failure), Future()
             save.part.set_result(part)
 
     def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:

@@ -250,7 +250,7 @@ class StoredValues:
     """The trained values of a checkpoint, for a model without weights: first_values.Values.
 
     Args:
-        description: as `TrainState.write` returned it.
+        description: as `TrainState.contents` returned it.
     Raises:
         UserError: the checkpoint belongs to another model.
         DamagedCheckpoint: from any method, if its files cannot be read.
