@@ -19,7 +19,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.data.formats import read_alpaca
+from fsdp_qlora.data.formats import read_fields
 from fsdp_qlora.data.prompts import TEMPLATES
 
 # The output is not used; a row of the format has one.
@@ -93,7 +93,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.output_dir)
     base = AutoModelForCausalLM.from_pretrained(arguments.model_name, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, arguments.output_dir).eval()
-    prompt = TEMPLATES["alpaca"].fill(read_alpaca(QUESTION))[0].text
+    prompt = TEMPLATES["alpaca"].fill(read_fields(QUESTION, "instruction", "output", "input"))[0].text
     inputs = dict(tokenizer(prompt, return_tensors="pt"))
     passed += [check_tensors(model, arguments.output_dir), check_logits(model, inputs)]
 

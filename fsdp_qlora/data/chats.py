@@ -28,14 +28,9 @@ _MARKS = re.compile(r"^\s*<\|[^|]*\|>:|<eo\w>\s*$")
 _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
-def read_messages(row: Row) -> Chat:
-    """OpenAI's `messages`, with `tools`; `weight` 0 or 1 of a turn says whether it is learned. Raises BadRow."""
-    return _chat(row, turns(row.get("messages"), "messages"))
-
-
-def read_conversations(row: Row) -> Chat:
-    """ShareGPT's `conversations` of `from` and `value` (or `role` and `content`), with `system`. Raises BadRow."""
-    return _chat(row, turns(row.get("conversations"), "conversations"))
+def read_turns(row: Row, column: str) -> Chat:
+    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
+    return _chat(row, turns(row.get(column), column))
 
 
 def read_moss(row: Row) -> Chat:

@@ -62,12 +62,11 @@ def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str |
 # --- instructions, for a prompt template ---
 
 
-def read_alpaca(row: Row) -> Fields:
-    """An `input` that is absent, null or blank counts as no input. `history` is LLaMA-Factory's list of pairs."""
-    return _fields(row, "instruction", "output", context="input")
+def read_fields(row: Row, instruction: str, response: str, context: str = "context") -> Fields:
+    """The columns of these names. A context that is absent, null or blank counts as none.
 
-
-def _fields(row: Row, instruction: str, response: str, *, context: str = "context") -> Fields:
+    `history` is LLaMA-Factory's list of pairs. Turns that were written into the instruction are history, too.
+    """
     fields = Fields(
         instruction=text_of(row, instruction),
         response=text_of(row, response),
@@ -77,11 +76,6 @@ def _fields(row: Row, instruction: str, response: str, *, context: str = "contex
     )
     refuse_media(fields.instruction, instruction)
     refuse_media(fields.context, context)
-    return _with_turns(fields)
-
-
-def _with_turns(fields: Fields) -> Fields:
-    """The same, with turns that were written into the instruction as its history."""
     before, *parts = _SPEAKER.split(fields.instruction)
     speakers, said = parts[::2], parts[1::2]
     if before.strip() or not all(said) or speakers != [*["user", "bot"] * (len(said) // 2), "user"]:
@@ -101,16 +95,12 @@ def _history(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def read_dolly(row: Row) -> Fields:
-    return _fields(row, "instruction", "response")
-
-
 def read_instances(row: Row) -> Fields:
     """self-instruct's: an instruction with `instances` of input and output, of which the first is learned."""
     instances = row.get("instances")
     if not isinstance(instances, list) or not instances or not isinstance(instances[0], Mapping):
         raise BadRow("instances is not a list of objects")
-    fields = read_alpaca({**row, **instances[0]})
+    fields = read_fields({**row, **instances[0]}, "instruction", "output", "input")
     return dataclasses.replace(fields, notes=fields.notes + (FIRST,) * (len(instances) > 1))
 
 
@@ -123,7 +113,7 @@ def read_rationale(row: Row) -> Fields:
     if not re.search(rf"\b{re.escape(correct)}\W*$", rationale):
         rationale += f"\n\nThe answer is {correct}."
     question = "\n".join([text_of(row, "question"), *options])
-    return _fields({"question": question, "answer": rationale}, "question", "answer")
+    return read_fields({"question": question, "answer": rationale}, "question", "answer")
 
 
 def read_question(row: Row) -> Fields:
@@ -132,7 +122,7 @@ def read_question(row: Row) -> Fields:
     answers = answer.get("text") if isinstance(answer, Mapping) else answer
     if isinstance(answers, list) and answers:
         row = {**row, "answer": answers[0]}
-    return _fields(row, "question", "answer")
+    return read_fields(row, "question", "answer")
 
 
 # --- text ---
@@ -196,11 +186,13 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 _PROMPTED = (*preferences.PROMPTS, "system", "tools")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
 _QUESTION = prompts.TEMPLATES["question_answer"]
+_read_alpaca = partial(read_fields, instruction="instruction", response="output", context="input")
+_read_dolly = partial(read_fields, instruction="instruction", response="response")
 
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
@@ -209,9 +201,9 @@ FORMATS: dict[str, Format] = {
     ),
     "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, row_kind=LABELS),
     "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, row_kind=LABELS),
-    "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
-    "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
-    "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
+    "messages": Format(("messages",), ("tools", "system"), partial(chats.read_turns, column="messages")),
+    "sharegpt": Format(("conversations",), ("tools", "system"), partial(chats.read_turns, column="conversations")),
+    "dolly": Format(("instruction", "response"), ("context", "system", "history"), _read_dolly),
     "question_answer": Format(("question", "answer"), ("context", "system", "history"), read_question, _QUESTION),
     "instances": Format(("instruction", "instances"), ("system",), read_instances),
     "rationale": Format(("question", "rationale", "correct"), ("options",), read_rationale, _QUESTION),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
@@ -119,8 +120,7 @@ def prompt_record(
         is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which it does not tell.
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
-        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. The annotation of
-        a format's `read` says what its rows hold.
+        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
     """
     content = _content_of(dataset_format)
     if content is Chat or is_chat or (content is Fields and chosen.is_chat):
@@ -132,8 +132,11 @@ def prompt_record(
 
 
 def _content_of(dataset_format: str) -> object:
-    """What the rows of a format hold; None where there is no such format."""
-    return get_type_hints(FORMATS[dataset_format].read).get("return") if dataset_format in FORMATS else None
+    """The type of a format's rows, by the annotation of its reader; None where there is no such format."""
+    if dataset_format not in FORMATS:
+        return None
+    read = FORMATS[dataset_format].read
+    return get_type_hints(read.func if isinstance(read, partial) else read).get("return")
 
 
 def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
