@@ -82,7 +82,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
-    """Where checkpoint `step` is before it is published. action: writing, or fetching from a mirror."""
+    """The folder of a checkpoint before it is published. action: writing, or fetching from a mirror."""
     return root / f".step_{step:06d}.{action}"
 
 

@@ -271,11 +271,7 @@ class HubStore(Store):
 
 
 def open_store(target: str) -> Store:
-    """The store that `--mirror` names: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME.
-
-    Raises:
-        UserError: it is none of these, or the program or package that it needs is not installed.
-    """
+    """The store that `--mirror` names: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME. Raises UserError."""
     if error := mirror_error(target):
         raise UserError(error)
     kind, _, rest = target.partition(":")

@@ -53,7 +53,7 @@ _FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts tha
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, the same on all ranks.
+    """The place at which a run starts, the same on all ranks.
 
     folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: of the
     checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: for control.stops.Budget.
@@ -91,12 +91,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
-        """Refuse a folder that holds something else, before any work, and keep other runs out of it.
-
-        Raises:
-            UserError: the folder is in use, cannot be written, or holds something other than this run; or there is no
-                folder to resume from.
-        """
+        """Refuse a folder that is in use or holds something else, before any work, and keep other runs out of it."""
         if self._is_on_this_machine:
             if (origin := self.request.origin) is not None and not origin.is_dir():
                 raise UserError(
@@ -121,13 +116,10 @@ class RunFolder:
                     refuse(self.path, found)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
-        """Refuse before the weights are downloaded what `choose_start` would refuse then.
+        """Refuse before the weights are downloaded what `choose_start` would refuse then, and the model's own folder.
 
         Args:
-            facts: of the run, those that are known already. model_folder: must not be overwritten by the result.
-        Raises:
-            UserError: the folder is the model's own, or its run has other rows, another model or precision; the same on
-                all ranks of rank 0's machine.
+            facts: of the run, those that are known already.
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
@@ -166,16 +158,12 @@ class RunFolder:
             identity: for run.json, which is written first and makes the folder this run's.
             keep_run: remove nothing, since the run in the folder continues.
             all_write: each rank will write its part of a checkpoint, so every machine must see the folder.
-        Raises:
-            UserError: the folder cannot be written, or not seen; the same on every rank.
         """
         with raise_on_all_ranks(UserError, self.ranks.device):
             if self.ranks.is_rank_0:
                 self._write(files, identity, keep_run=keep_run)
-        if not all_write:
-            return
         with raise_on_all_ranks(UserError, self.ranks.device):
-            if read_json(self.path / RUN).get("run_id") != identity["run_id"]:
+            if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
                 raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
 
     def _write(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:

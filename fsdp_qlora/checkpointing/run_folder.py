@@ -133,11 +133,7 @@ class Status:
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that is in other use, before any work.
-
-    Raises:
-        UserError: the folder is not empty and may not be overwritten, or cannot be created.
-    """
+    """Raise UserError if the folder cannot be created, or is not empty and may not be overwritten."""
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -160,12 +156,9 @@ def remove_run(output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is created if needed. For rank 0 only.
+    """Keep other runs out of a folder, which is created if needed, or raise UserError. For rank 0 only.
 
     The system releases the lock whenever its holder dies. Folders created for the lock alone are removed.
-
-    Raises:
-        UserError: another process holds the lock, or the folder cannot be created.
     """
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _take(output_dir)
@@ -224,7 +217,7 @@ FACTS = {
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What a start was asked to do.
+    """The options of a start, and how it may use the run's folder.
 
     options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
     model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or

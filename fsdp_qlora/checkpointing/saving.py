@@ -145,7 +145,7 @@ class Saver:
         log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
 
     def _wait_and_publish(self, save: _Save) -> dict[str, Any] | None:
-        """What `_publish` returns, on every rank, when all ranks have written their parts."""
+        """Wait until all ranks have written their parts; returns what `_publish` does, on every rank."""
         while not wait([save.part], timeout=1).done:
             if save.made_progress:
                 save.made_progress = False

@@ -87,7 +87,7 @@ class TrainState:
         return sum(value.numel() * value.element_size() for value in values)
 
     def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
-        """What this rank writes, by file name, and the description that `load` needs. Called on every rank.
+        """The files that this rank writes, by name, and the description that `load` needs. Called on every rank.
 
         A value is copied to the host when it is taken, which may be a collective: take all, in this order.
         """
@@ -121,11 +121,7 @@ class TrainState:
         return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
 
     def check_finite(self) -> None:
-        """Refuse to save parameters that are not finite. Called on every rank.
-
-        Raises:
-            TrainingError: names the first such parameter, the same on every rank.
-        """
+        """Raise TrainingError on every rank if parameters are not finite. Called on every rank."""
         names = list(self.parameters)
         bad = [
             index
@@ -196,10 +192,9 @@ class TrainState:
             )
 
     def load(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Fill parameters and optimizer from a verified checkpoint. Called on every rank.
+        """Fill parameters and optimizer from a verified checkpoint, after `check`. Called on every rank.
 
         Raises:
-            UserError: see `check`.
             DamagedCheckpoint: its files have changed since they were verified.
         """
         self.check(folder, description)

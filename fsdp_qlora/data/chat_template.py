@@ -53,7 +53,7 @@ class TemplateWorker:
         self._kills = 0  # in a row
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What `answer` returns for a request.
+        """Let the process `answer` a request.
 
         Raises:
             BadRow: it is no JSON, takes too long, or has ended two processes.
@@ -283,7 +283,11 @@ class Conversation:
             return []
         bodies = {} if is_last or here is None else {self.text: (here, self._in_full_chat(alone.text[there:], here))}
         bodies[alone.text] = there, alone.text[there:]
-        return [(text, (start, start + len(self._ended(body)))) for text, (start, body) in bodies.items() if body]
+        return [
+            (text, (start, start + len(self._strip_after_end_token(body))))
+            for text, (start, body) in bodies.items()
+            if body
+        ]
 
     def _prompts(self, turn: int) -> list[str]:
         """The text before a turn, which ends with the generation prompt, also without the reasoning that it opens."""
@@ -322,8 +326,7 @@ class Conversation:
         token = next(filter(body.rstrip().endswith, self._end_tokens), "")
         return body.rstrip().removesuffix(token) if token else ""
 
-    def _ended(self, body: str) -> str:
-        """A turn without the white space after its end token."""
+    def _strip_after_end_token(self, body: str) -> str:
         return body.rstrip() if self._without_end(body) else body
 
 

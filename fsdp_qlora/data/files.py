@@ -61,7 +61,7 @@ def _most_bytes() -> int:
 
 
 def _max_unpacked_bytes(num_bytes: int) -> int:
-    """What so many packed bytes may unpack to."""
+    """The bytes that `num_bytes` packed ones may unpack to."""
     return max(_most_bytes(), _MOST_PACKED * num_bytes)
 
 
@@ -136,10 +136,7 @@ def _held(value: object) -> list[Any] | None:
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Values under a header line, separated by commas, semicolons or tabs. Every value is a string.
-
-    A row's number is that of its first line.
-    """
+    """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of its first line."""
     csv.field_size_limit(min(_most_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
     with open_file(path) as file:
         lines = _csv_lines(path, file)
@@ -340,11 +337,7 @@ def _is_lines(first: str = "", *others: str) -> bool | None:
 
 
 def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
-    """The rows whose numbers are above `after`.
-
-    Raises:
-        UserError: the file cannot be read; the message names the place.
-    """
+    """The rows whose numbers are above `after`. Raises UserError with the place if the file cannot be read."""
     return ((number, row) for number, row in kind.read(path, used, after) if number > after)
 
 

@@ -32,7 +32,7 @@ class MicroBatch:
     num_targets: list[int]
     """Targets of each document, in order; none on a rank without rows."""
     target_counts: torch.Tensor
-    """The same, float32 [D]."""
+    """`num_targets` as float32 [D]."""
     desired: torch.Tensor
     """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
     reference: torch.Tensor
@@ -47,18 +47,14 @@ class MicroBatch:
         return {"input_ids": self.input_ids, **self.documents}
 
     def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
-        """The same on a device, in one copy.
-
-        Args:
-            per_document: take along what only an objective that asks for documents reads.
-        """
+        """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
         moved = to_device({**self.documents, **{name: getattr(self, name) for name in names}}, device)
         return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved)
 
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
-        """The same with what it must know of the micro-batches of the ranks that share the vocabulary with it.
+        """Add the tokens of the micro-batches on the ranks that share the vocabulary with this one.
 
         All of them then have equally many targets, so that they take the same part in the head's collectives.
         """

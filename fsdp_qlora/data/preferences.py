@@ -29,11 +29,7 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 
 
 def read_pair(row: Row) -> PreferenceRow:
-    """Two answers: text, messages, or whole conversations or texts whose common beginning is the prompt.
-
-    Raises:
-        BadRow: an answer is missing, or they are the same, or answer different prompts.
-    """
+    """Two answers: text, messages, or whole conversations or texts that begin with the prompt. Raises BadRow."""
     name = _prompt_name(row)
     is_text = all(isinstance(row.get(each), str | None) for each in (name, *SIDES))
     if is_text and (name in INSTRUCTIONS or not row.get("system")):
@@ -56,11 +52,7 @@ def read_pair(row: Row) -> PreferenceRow:
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
-    """--columns and --dataset_format that may train on the chosen answer of a pair alone.
-
-    Args:
-        names: the row's columns -> as the format calls them.
-    """
+    """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in `Reading`."""
     theirs = {ours: column for column, ours in names.items()}
     chosen, name = theirs["chosen"], _prompt_name({ours: row.get(column) for ours, column in theirs.items()})
     if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
@@ -94,7 +86,7 @@ def read_labeled(row: Row) -> PreferenceRow:
 
 
 def read_rating(row: Row, threshold: float) -> PreferenceRow:
-    """The same with a `rating`, of which the threshold makes the label; or a list of answers that have one each."""
+    """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises BadRow."""
     if not isinstance(row["rating"], list):
         return read_labeled({**row, "label": rating_of(row) >= threshold})
     name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
@@ -138,7 +130,7 @@ def _is_prompt(turn: object) -> bool:
 
 
 def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many characters or turns are the same at the beginning of both."""
+    """The number of characters or turns that both begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -149,7 +141,7 @@ def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict
 
 
 def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
-    """Each encoded answer and its prompt with an answer of a row before, a second document, as from `join_sides`."""
+    """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's divergence."""
     starts = [int(row.learned.argmax()) for row in rows]
     back = max(Counter(row.number for row in rows).values(), default=1)  # a row may have several answers
     found = []

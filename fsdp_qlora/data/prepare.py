@@ -159,7 +159,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     Args:
         vocab_size: the number of embeddings of the model.
     Raises:
-        UserError: a dataset cannot be used, see `prepare_rows`, or has a token that the model does not have.
+        UserError: a dataset cannot be used, or has a token that the model does not have.
     """
     eval_names = parse_eval_names(options.eval_dataset)
     shares = check_weights([parse_name(dataset) for dataset in options.dataset])
@@ -233,13 +233,10 @@ def _mixture(
 
 
 def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> tuple[TokenizedRows, DataReport]:
-    """Tokenize the one `options.dataset`, or map what an earlier call with the same input left in the cache.
-
-    Every rank calls it. The first one on a machine does the work, the others wait and map its file.
+    """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the work.
 
     Raises:
-        UserError: the dataset is missing, malformed, empty or has too many unusable rows, or the tokenizer has no
-            end-of-sequence token.
+        UserError: the dataset is missing, malformed, empty or has too many unusable rows.
     """
     num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
     pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)])
@@ -293,11 +290,16 @@ class DatasetPipeline:
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
-        options, name = self.options, self.dataset.name
-        source = find_source(self.dataset, streamed=True)
+        options, source = self.options, find_source(self.dataset, streamed=True)
+
+        def tokenize(entries: Iterable[Entry]) -> tuple[TokenizedRows, DataReport]:
+            block, report = self._tokenize(source, entries)
+            tokenization.check_vocabulary(block, vocab_size)
+            return block, report
+
         stream = RowStream(
             source,
-            partial(self._tokenize_block, source, vocab_size=vocab_size),
+            tokenize,
             used=self.asked.used,
             block_rows=options.shuffle_buffer,
             seed=options.seed,
@@ -305,7 +307,7 @@ class DatasetPipeline:
             num_rows=source.count() if options.max_steps < 0 else None,
         )
         entries, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
-        first, report = self._tokenize_block(source, entries, vocab_size=vocab_size)
+        first, report = tokenize(entries)
         if report.num_apart and options.max_steps < 0:
             raise UserError(
                 "--streaming true: turns of these chats, which the chat template renders differently when others "
@@ -313,26 +315,14 @@ class DatasetPipeline:
                 "--max_steps."
             )
         check_report(report, options)
-        log.info(
-            "%s is streamed, and shuffled %s rows at a time; these were its first.", name, f"{options.shuffle_buffer:,}"
-        )
+        at_a_time = f"{options.shuffle_buffer:,} rows at a time"
+        log.info("%s is streamed, and shuffled %s; these were its first.", self.dataset.name, at_a_time)
         return first, report, stream
-
-    def _tokenize_block(
-        self, source: Source, entries: Iterable[Entry], *, vocab_size: int
-    ) -> tuple[TokenizedRows, DataReport]:
-        block, report = self._tokenize(source, entries)
-        tokenization.check_vocabulary(block, vocab_size)
-        return block, report
 
     def _tokenize(
         self, source: Source, entries: Iterable[Entry], *, show_progress: bool = False
     ) -> tuple[TokenizedRows, DataReport]:
-        """Tokenize entries in batches, so that few rows are in memory as text.
-
-        Raises:
-            UserError: no entry is a row, a column to rename is not there, or the columns are of no format.
-        """
+        """Tokenize entries in batches, so that few rows are in memory as text."""
         pieces, lengths = [NO_ROWS], [0]
         report, left = DataReport(source.origin), iter(entries)
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
@@ -409,12 +399,9 @@ def _check_objective(reading: Reading, options: DataOptions, first_rows: Sequenc
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:
-    """Log what became of the rows, and refuse a dataset with too many unusable ones.
+    """Log what became of the rows, and raise UserError if none is left or too many were rejected.
 
     A row without room for its response is not counted as bad: a line names the context that it needs.
-
-    Raises:
-        UserError: no row is left, or too many were rejected. The message names the first of them with their places.
     """
     allowed, is_empty = options.max_bad_rows, report.num_used == 0
     counts_too_long = is_empty or not allowed

@@ -42,11 +42,7 @@ class Renderer:
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
     def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
-        """What `render` returns or raises as a BadRow for each row. Chats are spread over the workers.
-
-        Raises:
-            UserError: no row can be rendered.
-        """
+        """Render rows, spread over the workers; of each what `render` returns, or the BadRow that it raises."""
 
         def render_share(first: int) -> list[list[Rendered] | BadRow]:
             return [self._rendered(content, self._workers[first]) for content in contents[first::num]]
@@ -151,11 +147,7 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
 
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
-    """The text in front of an answer, with places for the row's content: for rows with context, and for those without.
-
-    Args:
-        record: of kind TEMPLATE.
-    """
+    """The text in front of an answer by a record of kind TEMPLATE, with places for a row's content."""
     names = [field.name for field in dataclasses.fields(PromptTemplate)]
     template = PromptTemplate(**{name: record[name] for name in names})
     filled = {}

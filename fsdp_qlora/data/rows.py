@@ -94,7 +94,7 @@ class TokenizedRows:
 
     @cached_property
     def document_targets(self) -> np.ndarray:
-        """The same of each document."""
+        """Learned tokens of each document that have a predecessor, int64 [documents]."""
         offsets_of_all = self.document_offsets
         found = np.empty(len(offsets_of_all) - 1, np.int64)
         for first in range(0, len(found), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
@@ -105,7 +105,7 @@ class TokenizedRows:
 
     @cached_property
     def document_offsets(self) -> np.ndarray:
-        """Where documents, which attention does not cross, begin and end, int64 [documents + 1]."""
+        """The bounds of documents, which attention does not cross, int64 [documents + 1]."""
         if not len(self.splits):
             return self.offsets
         starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.splits], axis=1)
@@ -117,12 +117,12 @@ class TokenizedRows:
         return np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel() if len(self.splits) else numbers
 
     def learned_documents(self, rows: Numbers) -> np.ndarray:
-        """Those that a model learns from: of a row with a label only the first."""
+        """The numbers of the documents that a model learns from: of a row with a label only the first."""
         return self.documents(rows)[::2] if len(self.desired) else self.documents(rows)
 
     @cached_property
     def as_documents(self) -> "TokenizedRows":
-        """The same memory with a row for each document: of a pair's row i the rows 2 * i and 2 * i + 1."""
+        """A row for each document, in the same memory: a pair's row i becomes the rows 2 * i and 2 * i + 1."""
         if not len(self.splits):
             return self
         numbers = self.row_numbers.repeat(2)
@@ -144,23 +144,16 @@ class TokenizedRows:
         return np.array(found, dtype=np.int64)
 
     def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
-        """Tokens of each row that a model computes, int64 [rows].
-
-        Args:
-            shares_prompts: what both documents of a row begin with is computed once.
-        """
+        """Tokens of each row that a model computes, int64 [rows]; a shared prompt once, if it `shares_prompts`."""
         return self.lengths - self.num_shared if shares_prompts else self.lengths
 
     def num_learned_from(self, *, shares_prompts: bool) -> np.ndarray:
-        """Those of `num_computed` in a row's learned documents, which are in one micro-batch, int64 [rows]."""
+        """Tokens of each row's learned documents that a model computes in one micro-batch, int64 [rows]."""
         return self.splits if len(self.desired) else self.num_computed(shares_prompts=shares_prompts)
 
 
 class Lengths(NamedTuple):
-    """Tokens of each document in a micro-batch.
-
-    shared: of each pair of documents, with how many of the first's tokens the second begins, which are computed once.
-    """
+    """Tokens of each document in a micro-batch. shared: of each pair, tokens that both begin with, computed once."""
 
     of_documents: list[int]
     shared: list[int] | None = None
@@ -251,14 +244,11 @@ class DataReport:
 
     def first_places(self) -> list[tuple[str, str]]:
         """(reason, a line with the first row that was left out for it, and how many others were)."""
-        return [
-            (
-                reason,
-                f"{self._locate(numbers[:1])}: {reason}"
-                + (f" (and {len(numbers) - 1:,} more)" if len(numbers) > 1 else ""),
-            )
-            for reason, numbers in sorted(self.rejected.items(), key=lambda item: item[1])
-        ]
+        found = []
+        for reason, numbers in sorted(self.rejected.items(), key=lambda item: item[1]):
+            more = f" (and {len(numbers) - 1:,} more)" if len(numbers) > 1 else ""
+            found.append((reason, f"{self._locate(numbers[:1])}: {reason}{more}"))
+        return found
 
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
@@ -292,7 +282,7 @@ class DataReport:
         return [line.rstrip()] if found else []
 
     def _locate(self, numbers: Iterable[int]) -> str:
-        """Where rows are, in ascending order, as compilers say it: "data/a.jsonl:3, 17; data/b.parquet row 1"."""
+        """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17; data/b.parquet row 1"."""
 
         def file_of(number: int) -> SourceFile:
             return self.parts[bisect.bisect_left(self.parts, number, key=lambda file: file.offset) - 1]

@@ -37,12 +37,12 @@ def num_micro_batches(num_rows: int, batch_size: int, data_size: int) -> int:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many rows of each dataset an epoch takes."""
+    """The rows that an epoch takes of each dataset."""
 
     ends: tuple[int, ...]
-    """Where each dataset ends among all rows."""
+    """The index after the last row of each dataset."""
     rows_per_epoch: tuple[int, ...]
-    """Of each dataset, together in the shares of the weights to within one row."""
+    """Rows of each dataset, in the shares of the weights to within one row."""
 
 
 def split_rows(rows: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
@@ -220,13 +220,7 @@ def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | N
 
 
 def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each dataset in an epoch: as many as there can be in these shares before one would repeat a row.
-
-    Args:
-        sizes: rows of each dataset.
-    Raises:
-        UserError: a dataset would give no row.
-    """
+    """Rows of each dataset in an epoch: as many as there can be in these shares before one would repeat a row."""
     total = max(1, int(min(size / share for size, share in zip(sizes, shares, strict=True)) + 1e-9))
     counts = [int(total * share) for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
@@ -317,12 +311,10 @@ def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:
 
 
 def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hold out rows for evaluation: (training rows, evaluation rows), both sorted int64 indices.
+    """Hold out a fraction of the rows for evaluation, and at least one row if it is above 0.
 
-    A fraction above 0 holds out at least one row.
-
-    Raises:
-        UserError: no row would be left for training.
+    Returns:
+        (training rows, evaluation rows), both sorted int64 indices.
     """
     num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
     if num_eval >= num_rows:

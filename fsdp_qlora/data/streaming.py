@@ -31,7 +31,7 @@ Tokenize = Callable[[Iterable[Entry]], tuple[TokenizedRows, DataReport]]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where the stream continues.
+    """The place at which the stream continues.
 
     part: the dataset's file in which the block begins, after its row number `after`. offset: the numbers of the rows in
     the files before. taken: rows of the block, shuffled, that were given already.

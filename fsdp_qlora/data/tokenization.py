@@ -158,11 +158,7 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
 
 
 def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
-    """Make sure that the model has an embedding for every token.
-
-    Raises:
-        UserError: a token id is outside [0, vocab_size). The message names the first such row.
-    """
+    """Raise UserError if the model has no embedding for a token."""
     ids = tokenized.input_ids
     if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
         return
@@ -190,8 +186,7 @@ def describe_sample(
     tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
 ) -> str:
     """The text of one row for people: each masked or learned span under a heading, or what is learned in green."""
-    texts = []
-    sides = ["chosen", "rejected"]
+    texts, sides = [], ["chosen", "rejected"]
     if len(tokenized.desired):
         sides = ["desired" if tokenized.desired[row] else "not desired"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
