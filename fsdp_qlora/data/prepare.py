@@ -264,19 +264,17 @@ class DatasetPipeline:
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
-        options, samples = self.options, self.options.dataset_samples
+        options, samples, kind = self.options, self.options.dataset_samples, self.options.row_kind
         samples = DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
         if self.dataset.name == DUMMY:
             assert samples is not None
-            context, kind = options.context_length, options.row_kind
-            return tokenization.dummy_rows(
-                samples, len(self.tokenizer), kind, context_length=context, seed=options.seed
-            )
+            size, context = len(self.tokenizer), options.context_length
+            return tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
         source = find_source(self.dataset)
         key = [source.identity, source.start, source.stop, samples, self.asked.renames]
         key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += [options.row_kind.name] if options.row_kind != TEXTS else []
+        key += [kind.name] if kind != TEXTS else []
         key += [f"rated {options.rating_threshold}"] if options.rating_threshold is not None else []
 
         def make() -> tuple[TokenizedRows, DataReport]:
@@ -381,12 +379,13 @@ class DatasetPipeline:
 
 def _check_objective(reading: Reading, options: DataOptions, first_rows: Sequence[Row], origin: str) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    if (found := FORMATS[reading.dataset_format].row_kind) == options.row_kind:
+    found, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
+    if found == wanted:
         return
-    if options.row_kind != TEXTS:
+    if wanted != TEXTS:
         raise UserError(
-            f"{origin}: --objective {options.objective} learns from {options.row_kind.described}, and these rows have "
-            "none in columns of known names. Other names are given with --columns."
+            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these rows have none in "
+            "columns of known names. Other names are given with --columns."
         )
     alone = ""
     if "chosen" in reading.names.values():
