@@ -1,7 +1,5 @@
 """The cache of tokenized rows: safetensors files, written atomically, read without being loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib
@@ -9,11 +7,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.rows import ENDED_WORKERS, NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
@@ -21,10 +20,6 @@ from fsdp_qlora.output.text import warn_from_any_rank
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import cache_folder, staged_file
-
-if TYPE_CHECKING:
-    import numpy as np
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -190,26 +190,19 @@ def describe_sample(
     if len(tokenized.desired):
         sides = ["desired" if tokenized.desired[row] else "not desired"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
-        span = slice(*tokenized.document_offsets[document : document + 2])
+        bounds = slice(*tokenized.document_offsets[document : document + 2])
+        ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]
         name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
-        texts.append(_describe_text(name, tokenized.input_ids[span], tokenized.learned[span], tokenizer, in_colour))
+        text = f"Sample: row {name}, {len(ids)} tokens" + f", {learned.sum()} learned (green)\n" * in_colour
+        edges = np.flatnonzero(np.diff(learned)) + 1
+        for part, is_learned in zip(np.split(ids, edges), learned[[0, *edges]], strict=True):
+            decoded = str(tokenizer.decode(part))
+            if in_colour:
+                text += f"{_GREEN}{decoded}{_PLAIN}" if is_learned else decoded
+            else:
+                text += f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} tokens) ---\n{decoded}"
+        texts.append(text)
     return "\n".join(texts)
-
-
-def _describe_text(
-    name: str, token_ids: np.ndarray, mask: np.ndarray, tokenizer: PreTrainedTokenizerBase, in_colour: bool
-) -> str:
-    ids, learned = token_ids.tolist(), mask.tolist()
-    heading = f"Sample: row {name}, {len(ids)} tokens"
-    spans = []
-    for is_learned, group in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
-        span = [token for token, _ in group]
-        text = str(tokenizer.decode(span))
-        if in_colour:
-            spans.append(f"{_GREEN}{text}{_PLAIN}" if is_learned else text)
-        else:
-            spans.append(f"\n--- {'learned' if is_learned else 'masked'} ({len(span)} tokens) ---\n{text}")
-    return f"{heading}, {sum(learned)} learned (green)\n{''.join(spans)}" if in_colour else heading + "".join(spans)
 
 
 # --- the ids of a row's text, with the exact boundaries of what is learned ---
