@@ -172,7 +172,7 @@ def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
 
 
 def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
-    """The rows of a parquet file. Columns that are not used or hold no text (dates, bytes, ...) are null throughout."""
+    """The rows of a parquet file. Columns that are not used are not read."""
     import pyarrow.parquet
 
     last = after
@@ -183,7 +183,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
             if len(set(schema.names)) < len(schema.names):
                 raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
             chosen = used(schema.names)
-            columns = [field.name for field in schema if field.name in chosen and _may_hold_text(field.type)]
+            columns = [name for name in schema.names if name in chosen]
             groups, skip = _groups_after(file, after)
             _check_groups(path, file.metadata, groups, columns)
             for whole in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=groups):
@@ -240,14 +240,6 @@ def count_parquet(path: Path) -> int:
             return int(pyarrow.parquet.ParquetFile(raw).metadata.num_rows)
         except Exception as error:  # of all kinds, see read_parquet
             raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
-
-
-def _may_hold_text(kind: Any) -> bool:
-    """Whether a column may hold text, as it is or in lists and objects. Others are not read, damaged or not."""
-    from pyarrow import types
-
-    no_text = (types.is_temporal, types.is_decimal, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    return not any(is_kind(kind) for is_kind in no_text)
 
 
 def _rows_of(batch: Any) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
-from fsdp_qlora.data import formats, preferences, tokenization
+from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
@@ -35,18 +35,7 @@ from fsdp_qlora.data.rows import (
     join_rows,
 )
 from fsdp_qlora.data.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
-from fsdp_qlora.data.sources import (
-    DEFAULT_SAMPLES,
-    DUMMY,
-    ROWS_LOOKED_AT,
-    ROWS_PER_BATCH,
-    Entry,
-    Source,
-    check_weights,
-    find_source,
-    parse_eval_names,
-    parse_name,
-)
+from fsdp_qlora.data.sources import Entry, Source
 from fsdp_qlora.data.streaming import RowStream, StreamPosition
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
@@ -161,8 +150,8 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
-    eval_names = parse_eval_names(options.eval_dataset)
-    shares = check_weights([parse_name(dataset) for dataset in options.dataset])
+    eval_names = sources.parse_eval_names(options.eval_dataset)
+    shares = sources.check_weights([sources.parse_name(dataset) for dataset in options.dataset])
     stream = mixture = None
     if options.streaming:
         train, report, stream = DatasetPipeline(tokenizer, options, [TemplateWorker()]).open_stream(vocab_size)
@@ -215,7 +204,7 @@ def _prepare_each(
 
 def _describe(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
     """A dataset for the result's card: by its name alone if it is a local path."""
-    path = Path(parse_name(dataset).name).expanduser()
+    path = Path(sources.parse_name(dataset).name).expanduser()
     name = path.resolve().name if path.exists() else dataset
     return {"name": name, "format": report.dataset_format, "rows": num_rows}
 
@@ -256,7 +245,7 @@ class DatasetPipeline:
         self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, workers: Sequence[TemplateWorker]
     ) -> None:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
-        [self.dataset] = map(parse_name, options.dataset)
+        [self.dataset] = map(sources.parse_name, options.dataset)
         self.template = find_template(options.prompt_template)
         self.asked = AskedFormat(options.asked_format, parse_columns(options.columns))
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
@@ -265,12 +254,12 @@ class DatasetPipeline:
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
         options, samples, kind = self.options, self.options.dataset_samples, self.options.row_kind
-        samples = DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
-        if self.dataset.name == DUMMY:
+        samples = sources.DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
+        if self.dataset.name == sources.DUMMY:
             assert samples is not None
             size, context = len(self.tokenizer), options.context_length
             return tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
-        source = find_source(self.dataset)
+        source = sources.find_source(self.dataset)
         key = [source.identity, source.start, source.stop, samples, self.asked.renames]
         key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
@@ -288,7 +277,7 @@ class DatasetPipeline:
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
-        options, source = self.options, find_source(self.dataset, streamed=True)
+        options, source = self.options, sources.find_source(self.dataset, streamed=True)
 
         def tokenize(entries: Iterable[Entry]) -> tuple[TokenizedRows, DataReport]:
             block, report = self._tokenize(source, entries)
@@ -324,7 +313,7 @@ class DatasetPipeline:
         pieces, lengths = [NO_ROWS], [0]
         report, left = DataReport(source.origin), iter(entries)
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
-            while batch := list(islice(left, ROWS_PER_BATCH)):
+            while batch := list(islice(left, sources.ROWS_PER_BATCH)):
                 if rows := self._named(batch, source, report):
                     row_format = FORMATS[report.dataset_format]
                     if (threshold := self.options.rating_threshold) is not None:
@@ -360,7 +349,7 @@ class DatasetPipeline:
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._reading is None):
-            first_rows = [row for _, row in rows[:ROWS_LOOKED_AT]]
+            first_rows = [row for _, row in rows[: sources.ROWS_LOOKED_AT]]
             asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
             self._reading = asked.find(list(self._columns), first_rows, source.origin)
             _check_objective(self._reading, self.options, first_rows, source.origin)
