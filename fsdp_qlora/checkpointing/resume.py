@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.mirror import fetch
+from fsdp_qlora.checkpointing.mirror import Store, fetch
 from fsdp_qlora.checkpointing.result import publish_files, result_error
 from fsdp_qlora.checkpointing.run_folder import (
     CHECKPOINTS,
@@ -20,7 +20,6 @@ from fsdp_qlora.checkpointing.run_folder import (
     RUN,
     RUN_KEYS,
     STATUS,
-    Run,
     StartRequest,
     check_usable,
     errors_explained,
@@ -79,11 +78,23 @@ class Start:
         return self.step if self.folder and not self.is_new else -1
 
 
+class Run(NamedTuple):
+    """The run that is about to start, and its folder. mirror: its copies, from which an empty folder is filled."""
+
+    output_dir: Path
+    identity: Mapping[str, Any]
+    request: StartRequest
+    mirror: Store | None = None
+
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        return find_differences(stored, self.identity["facts"], self.request)
+
+
 class RunFolder:
     """The folder of one run. Rank 0 alone writes into it."""
 
-    def __init__(self, path: Path, ranks: Ranks, request: StartRequest) -> None:
-        self.path, self.ranks, self.request = path, ranks, request
+    def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
+        self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
 
     @property
     def checkpoints(self) -> Path:
@@ -136,7 +147,7 @@ class RunFolder:
         if self.ranks.is_rank_0:
             try:
                 with errors_explained(self.path):
-                    start = choose_start(Run(self.path, identity, self.request))
+                    start = choose_start(Run(self.path, identity, self.request, self.mirror))
                     answer = {"start": dataclasses.asdict(start)}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
@@ -303,7 +314,7 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copied_run(run: Run) -> dict[str, Any]:
     """The identity of the run on the mirror; empty if there is none."""
-    if (mirror := run.request.mirror) is None:
+    if (mirror := run.mirror) is None:
         return {}
     try:
         copied = mirror.run()
@@ -322,7 +333,7 @@ def _copied_run(run: Run) -> dict[str, Any]:
 
 def _take_from_mirror(run: Run, copied: Mapping[str, Any]) -> None:
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir, mirror, is_here = run.output_dir, run.request.mirror, is_run(run.output_dir)
+    output_dir, mirror, is_here = run.output_dir, run.mirror, is_run(run.output_dir)
     assert mirror is not None
     stored = read_run(output_dir) or copied
     differences = run.differences(stored)
@@ -346,7 +357,7 @@ def _take_from_mirror(run: Run, copied: Mapping[str, Any]) -> None:
 
 def _tidy_mirror(run: Run, copied: Mapping[str, Any], start: Start, *, is_branch: bool) -> None:
     """Delete the mirror's checkpoints of another run, or of the branch of this one that a new branch replaces."""
-    mirror = run.request.mirror
+    mirror = run.mirror
     assert mirror is not None
     if copied["run_id"] == start.run_id:
         if is_branch:

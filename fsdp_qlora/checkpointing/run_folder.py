@@ -12,16 +12,13 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.output.redact import lost_output
 from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
-
-if TYPE_CHECKING:  # options are compared before torch is imported
-    from fsdp_qlora.checkpointing.mirror import Store
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -223,7 +220,6 @@ class StartRequest:
     model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
     run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
     script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
-    mirror: store of copies, from which an empty folder is filled.
     """
 
     options: Mapping[str, Any]
@@ -232,23 +228,11 @@ class StartRequest:
     resume: str = "auto"
     overwrite: bool = False
     is_unattended: bool = False
-    mirror: "Store | None" = None
 
     @property
     def origin(self) -> Path | None:
         """The folder to start from, if one was given."""
         return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
-
-
-class Run(NamedTuple):
-    """The run that is about to start, and its folder."""
-
-    output_dir: Path
-    identity: Mapping[str, Any]
-    request: StartRequest
-
-    def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        return find_differences(stored, self.identity["facts"], self.request)
 
 
 def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:

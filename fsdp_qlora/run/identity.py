@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, read_adapter
-from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
@@ -21,7 +20,7 @@ from fsdp_qlora.storage.files import fingerprint_files, record_of
 
 
 def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
-    """What this start was asked to do with the run's folder. Raises UserError if the mirror cannot be used."""
+    """What this start was asked to do with the run's folder."""
     return StartRequest(
         options=resolved_options(config),
         may_differ=names_marked(MAY_DIFFER),
@@ -29,7 +28,6 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
         resume=config.resume,
         overwrite=config.overwrite_output_dir,
         is_unattended=restarts.is_unattended(),
-        mirror=open_store(config.mirror) if config.mirror else None,
     )
 
 

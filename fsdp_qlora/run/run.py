@@ -16,6 +16,7 @@ import torch
 
 from fsdp_qlora.adapters.first_values import start_values
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.train_state import TrainState
@@ -83,7 +84,8 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         log.debug("Options:\n%s", resolved_yaml(config))
         make_plan(config, ranks, None)
         return
-    claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed()
+    mirror = open_store(config.mirror) if config.mirror else None
+    claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks), mirror).claimed()
     with claim as folder, process_group_closed():
         _run_with_others(config, folder, signals or Signals())
 

@@ -123,7 +123,7 @@ class Guard:
         with contextlib.ExitStack() as closed_last, reporting:
             self._continue_metrics()
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
-            store = self.folder.request.mirror if is_rank_0 else None
+            store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
             closed_last.enter_context(contextlib.closing(saver))
             closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes

@@ -63,8 +63,9 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
 
 def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = False, **options: Any) -> Start:
     """Decide as a start does, and leave what it leaves when it is killed in its first step."""
+    mirror = options.pop("mirror", None)
     request = StartRequest(OPTIONS, resume=str(resume_from), is_unattended=unattended, **options)
-    folder = RunFolder(out, read_ranks(), request)
+    folder = RunFolder(out, read_ranks(), request, mirror)
     start = folder.choose_start(ABOUT)
     folder.prepare({}, {**ABOUT, "run_id": start.run_id}, keep_run=not start.is_new)
     status = {
