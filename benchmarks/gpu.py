@@ -45,13 +45,13 @@ from benchmarks.peers import measure_peers
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.output.redact import redact
+from fsdp_qlora.planning.fit import fit_recompute
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.training.probes import fit_recompute
 from fsdp_qlora.version import VERSION
 
 MAX_SECONDS = 535.0
@@ -225,7 +225,7 @@ def fit(args: argparse.Namespace, train: Timed, step_rows: np.ndarray) -> int:
     def try_step() -> tuple[int, int]:
         empty_cache(train.device)
         reset_peak(train.device)
-        held = trainer._try(train.run.plan.data.train, step_rows, 1)
+        held = trainer.try_micro_batch(train.run.plan.data.train, step_rows, 1)
         used = torch.cuda.max_memory_reserved(train.device) if train.device.type == "cuda" else 0
         return held, int((args.memory_gib - 1) * GIB) - used
 

@@ -265,7 +265,6 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from fsdp_qlora.data.schedule import RowsInMemory
-    from fsdp_qlora.planning.plan import blocks_to_recompute
     from fsdp_qlora.planning.run_plan import Plan, make_schedule
     from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.run.load_model import build_trainer
@@ -275,7 +274,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     config, plan, data = plan_of(**case)
     ranks = plan.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
-    number, offload = blocks_to_recompute(config, plan), config.use_activation_cpu_offload
+    number, offload = plan.step.recomputing, config.use_activation_cpu_offload
     wrap_blocks(plan.meta.model, number=number, offload=offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)

@@ -59,7 +59,7 @@ def load_trained(
         weights = open_weights(plan)
     start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
-        load_model(dataclasses.replace(config, recompute="none"), plan, weights, ranks)
+        load_model(config, plan, weights, ranks)
     release_loading_memory(ranks.device)
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)

@@ -1,8 +1,8 @@
 """Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the fastest that fit."""
 
-import bisect
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
+from fsdp_qlora.planning.fit import fit, with_margin
 from fsdp_qlora.planning.gpus import Gpu, communicators
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
 from fsdp_qlora.planning.speed import MicroBatchSize, size_of, tokens_per_second
 from fsdp_qlora.ranks.ranks import Ranks
@@ -43,15 +43,16 @@ class GpuOffer(NamedTuple):
         return self.gpu.beside_torch(communicators(sharding_strategy, self.num_gpus, self.per_node or self.num_gpus))
 
     @property
-    def free(self) -> int:
-        """Bytes of a GPU for a run."""
-        return int(self.gpu.memory_gib * GIB) - sum(self.beside_torch().values())
+    def bytes(self) -> float:
+        """Bytes of a GPU."""
+        return self.gpu.memory_gib * GIB
 
     @property
     def machine(self) -> Machine:
         """The GPUs, which are not in this machine."""
         ranks = Ranks(0, 0, self.num_gpus, self.num_gpus, torch.device("cpu"))
-        return Machine(torch.device("cuda"), self.num_gpus, ranks, self.free)
+        free = int(self.bytes) - sum(self.beside_torch().values())
+        return Machine(torch.device("cuda"), self.num_gpus, ranks, free)
 
 
 class Rows(NamedTuple):
@@ -104,13 +105,16 @@ class PlannedRun(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.request.gpu.memory_gib * GIB and self.fits_host
+        return self.needed <= self.request.bytes and self.fits_host
+
+    @property
+    def needed_with_margin(self) -> float:
+        """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too few."""
+        return with_margin(self.plan.memory.reserved) + sum(self.beside_torch.values()) if self.fits_host else math.inf
 
     @property
     def fits_with_margin(self) -> bool:
-        """Whether it fits even if the estimate is too small by its usual error."""
-        needed = with_margin(self.plan.memory.reserved) + sum(self.beside_torch.values())
-        return needed <= self.request.gpu.memory_gib * GIB and self.fits_host
+        return self.needed_with_margin <= self.request.bytes
 
     @property
     def hours(self) -> float:
@@ -249,11 +253,10 @@ class Planner:
     def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> PlannedRun:
         """The run with the first of an option's values with which it fits, each needing less memory; else the last."""
 
-        def fits(value: Any) -> bool:
-            return self.outlook(**{**changes, option: value}).fits_with_margin
+        def planned(value: Any) -> PlannedRun:
+            return self.outlook(**{**changes, option: value})
 
-        first = bisect.bisect_left(values, True, hi=len(values) - 1, key=fits)
-        return self.outlook(**{**changes, option: values[first]})
+        return planned(fit(values, lambda value: planned(value).needed_with_margin, self.request.bytes, falls=True))
 
 
 def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:

@@ -29,11 +29,11 @@ from fsdp_qlora.loading.first_adapters import check_fits
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.planning import checks, describe, placement
+from fsdp_qlora.planning import checks, describe, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.planning.placement import Placement
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks.layout import Layout
 from fsdp_qlora.ranks.ranks import Ranks
@@ -274,13 +274,13 @@ def place(
     found = {each: _placed(config, plan, each, blocks, lengths.num_computed) for each in candidates(config, plan)}
     if len(found) == 1:
         return next(iter(found.values()))
-    needs = {each: placement.with_margin(placed.memory.reserved) for each, placed in found.items()}
+    needs = {each: fit.with_margin(placed.memory.reserved) for each, placed in found.items()}
     free = least_free(plan.machine, "the free GPU memory", store)
-    chosen = placement.choose(needs, free)
-    reduction = placement.describe_reduction(needs, free)
+    chosen = fit.choose(needs, free)
+    reduction = fit.describe_reduction(needs, free)
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
-    reason = None if is_expected else placement.describe_choice(needs, free)
+    reason = None if is_expected else fit.describe_choice(needs, free)
     return dataclasses.replace(found[chosen], notes=(reduction,) if reduction else (), reason=reason)
 
 
@@ -311,9 +311,9 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
             f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
             "embeddings too."
         )
-    return placement.candidates(
+    return fit.candidates(
         config.sharding_strategy,
-        placement.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
+        fit.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
         world_size=plan.machine.world_size,
         per_node=plan.machine.ranks.layout("full_shard", plan.machine.world_size).per_node,
         on_gpu=plan.machine.device.type == "cuda",

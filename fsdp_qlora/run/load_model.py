@@ -28,7 +28,7 @@ from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
-from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
+from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.ranks.process_group import all_gather_strings
@@ -55,7 +55,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
             layer computed unsharded.
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: planning/build_model.py
-    wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
+    wrap_blocks(model, number=plan.step.recomputing, offload=config.use_activation_cpu_offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)

@@ -37,6 +37,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
+from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
@@ -199,7 +200,7 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:
-        trainer.fit_recompute(rows, block_bytes=plan.model.memory.block, too_few=start.too_few)
+        fit_on_gpu(trainer, rows, block_bytes=plan.model.memory.block, too_few=start.too_few)
 
 
 def open_weights(plan: ModelPlan) -> Weights:

@@ -1,9 +1,8 @@
-"""What is tried before the first step: the loss in chunks, rows without padding, and how much recompute fits."""
+"""Probes before the first step: whether the loss can be computed in chunks, rows without padding; memory of a GPU."""
 
 import logging
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
-from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.sharding.reference import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
@@ -42,9 +40,8 @@ _LENGTHS = (40, 8)
 # Of a token's logits: rounding, also of other kernels, stays far below; what another document leaves, far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
-_MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, left free by the probes of recompute
-_MARGIN_IN_STEPS = 0.5  # of that margin; once less is free, more blocks recompute
-_MORE_BLOCKS = 0.05  # of all, then
+_MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, that a probe leaves free
+_MARGIN_IN_STEPS = 0.5  # of that margin, that later steps leave free
 
 
 def few_tokens(model: PreTrainedModel) -> torch.Tensor:
@@ -228,70 +225,3 @@ class GpuMeter:
     def most_in_steps(self) -> float:
         """GiB that may be reserved in later steps, whose rows are others."""
         return (self.most() - _MARGIN_IN_STEPS * self.margin) / GIB
-
-
-def fit_recompute(
-    model: nn.Module,
-    try_step: Callable[[], tuple[int, int]],
-    least: Callable[[float], float],
-    *,
-    block_bytes: int,
-    too_few: int | None = None,
-) -> int:
-    """Set and return the smallest number of blocks with recompute that fits on every rank. Called on every rank.
-
-    The peak with recompute of every block, and what one more block keeps, are measured; their sum is an upper bound,
-    so another probe with what fits by it may find more room.
-
-    Args:
-        try_step: runs forward and backward. Returns the bytes allocated between them, and `GpuMeter.room`.
-        least: the smallest of the ranks' numbers.
-        block_bytes: about what a block keeps without recompute, for the first probe of one.
-        too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
-            them, so that a few restarts come to all blocks.
-    """
-    blocks = len(recomputed_blocks(model))
-    may_keep = blocks if too_few is None else (blocks - too_few) // 2
-
-    def attempt(number: int) -> tuple[int, int]:
-        set_recompute(model, blocks - number)
-        return try_step()
-
-    without, room = attempt(0)
-    keeping = int(least(room >= 2 * block_bytes and may_keep > 0))
-    for is_last in (False, False, True) if keeping else ():
-        held, room = attempt(keeping)
-        each = max((held - without) / keeping, 1.0)
-        more = int(least(min(room // each, may_keep - keeping)))
-        keeping = max(0, keeping + (min(more, 0) if is_last else more))
-        if more <= 0:
-            break
-    set_recompute(model, blocks - keeping)
-    return blocks - keeping
-
-
-class MemoryWatch:
-    """Adds blocks with recompute when a step has come near the end of the memory.
-
-    Args:
-        number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
-    """
-
-    def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
-        self.model, self.number, self.most = model, number, most
-        self.blocks = len(recomputed_blocks(model))
-        self.few = max(1, math.ceil(_MORE_BLOCKS * self.blocks))
-
-    def stepped(self, reserved: float) -> None:
-        """reserved: GiB, the most that a rank has reserved so far; the same on every rank."""
-        if reserved <= self.most or self.number == self.blocks:
-            return
-        self.number = min(self.blocks, self.number + self.few)
-        set_recompute(self.model, self.number)
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        log.warning(
-            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
-            reserved, self.number, self.blocks,
-        )  # fmt: skip

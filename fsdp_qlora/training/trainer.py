@@ -20,7 +20,6 @@ from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
-from fsdp_qlora.training import probes
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.loss_scale import LossScale
 from fsdp_qlora.training.objective import StepObjective, Totals
@@ -64,7 +63,7 @@ class Trainer:
         self.heartbeat = control.heartbeat
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=forward.precision.scales_loss)
-        self.memory_watch: probes.MemoryWatch | None = None
+        self.watch_memory: Callable[[float], int] | None = None  # (GiB reserved) -> blocks that recompute
 
     def train_step(self, data: StepRows) -> dict[str, Any]:
         """One optimizer step over the rows of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -101,8 +100,6 @@ class Trainer:
         self.optimizer.zero_grad()
         if is_finite:
             self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
-        if self.memory_watch:
-            self.memory_watch.stepped(memory[:, -1].max().item())
         return {
             **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
             **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
@@ -112,7 +109,7 @@ class Trainer:
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
-            **({"recompute": self.memory_watch.number} if self.memory_watch else {}),
+            **({"recompute": self.watch_memory(memory[:, -1].max().item())} if self.watch_memory else {}),
         }
 
     def _totals(self, table: TokenizedRows, rows: np.ndarray, rounds: list[Round]) -> Totals:
@@ -176,14 +173,15 @@ class Trainer:
         Args:
             data: all rows to train on.
         """
-        self._try(data.table, *self._longest(data))
+        self.try_micro_batch(data.table, *self.longest(data))
 
-    def _longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
+    def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
+        """The run's longest micro-batch, and the most rounds of a step. Goes through the whole run."""
         computed = data.table.num_learned_from(shares_prompts=self.forward.shares_prompts)
         return self.schedule.longest_micro_batch(data.rows, data.table.lengths, computed)
 
-    def _try(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> int:
-        """Returns the most bytes of GPU memory that were allocated between a forward and a backward pass."""
+    def try_micro_batch(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> int:
+        """As `try_longest`; returns the most bytes that were allocated between a forward and a backward pass."""
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
@@ -198,27 +196,6 @@ class Trainer:
         del state
         self.optimizer.zero_grad()
         return held
-
-    def fit_recompute(self, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None) -> None:
-        """Let as few blocks recompute as fit on every rank's GPU. Called on every rank.
-
-        Args:
-            data: as for `try_longest`. block_bytes: about what a block keeps without recompute.
-            too_few: blocks that recomputed when an earlier start ran out of memory.
-        """
-        meter = probes.GpuMeter(self.ranks.device)
-        longest, num_rounds = self._longest(data)  # goes through the whole run
-
-        def try_step() -> tuple[int, int]:
-            meter.start()
-            return self._try(data.table, longest, num_rounds), meter.room()
-
-        def least(value: float) -> float:
-            return gather_numbers([value], self.ranks.device).min().item()
-
-        number = probes.fit_recompute(self.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
-        self.memory_watch = probes.MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
-        log.debug("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
 
     @torch.no_grad()
     def evaluate(self, step: int, table: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:

@@ -338,21 +338,23 @@ class Roomy:
 def lose_memory_with_few_recomputing() -> None:
     """From the fourth step on rank 1 lacks memory unless a block recomputes."""
     import fsdp_qlora.run.run
-    from fsdp_qlora.training import probes
+    from fsdp_qlora.planning import fit
+    from fsdp_qlora.sharding.recompute import recomputed_blocks
     from fsdp_qlora.training.trainer import Trainer
 
     train, original = fsdp_qlora.run.run.train, Trainer._loss
 
     def train_after_probes(trainer: Trainer, data: Any, progress: Any, recorder: Any) -> None:
-        trainer.fit_recompute(data.source, block_bytes=1, too_few=recorder.guard.start.too_few)
+        fit.fit_on_gpu(trainer, data.source, block_bytes=1, too_few=recorder.guard.start.too_few)
         train(trainer, data, progress, recorder)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:
-        if on(1) and self.heartbeat.step >= 3 and self.memory_watch and self.memory_watch.number == 0:
+        keeps_all = not any(block.is_on for block in recomputed_blocks(self.model))
+        if on(1) and self.heartbeat.step >= 3 and self.watch_memory and keeps_all:
             lose_memory()
         return original(self, *args)
 
-    probes.GpuMeter = Roomy  # type: ignore[assignment, misc]
+    fit.GpuMeter = Roomy  # type: ignore[assignment, misc]
     fsdp_qlora.run.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
 
 

@@ -18,9 +18,7 @@ from fsdp_qlora.model.attention import choose as choose_attention
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
-from fsdp_qlora.planning.gpus import GPUS
-from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
-from fsdp_qlora.planning.placement import (
+from fsdp_qlora.planning.fit import (
     Placement,
     candidates,
     choose,
@@ -28,6 +26,8 @@ from fsdp_qlora.planning.placement import (
     describe_reduction,
     possible_offloads,
 )
+from fsdp_qlora.planning.gpus import GPUS
+from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.plan import Machine, least_free
 from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
 from fsdp_qlora.ranks.ranks import Ranks

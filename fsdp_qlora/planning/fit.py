@@ -1,0 +1,266 @@
+"""Decides how a run fits into memory: which ranks share the model, what is on the host, how many blocks recompute.
+
+`fit` takes the fastest settings that fit. Options that are given are kept; what they leave open is decided
+1. before weights are read, by the estimated memory: the placement (`plan.place`), and with `--auto` the micro-batch and
+   the rest as well (`search.Planner`);
+2. on a GPU before the first step, by the memory that a step of the longest rows is measured to take: how many blocks
+   recompute, whatever was estimated (`fit_recompute`);
+3. after a step that came near the end of the memory: a few more blocks recompute from then on (`MemoryWatch`).
+"""
+
+import bisect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_qlora.data.schedule import RowsInMemory
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.sharding.model_parts import Offload
+from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.training.probes import GpuMeter
+from fsdp_qlora.training.trainer import Trainer
+
+log = logging.getLogger("fsdp_qlora")
+
+# Beside the estimate: its error (benchmarks/standin_memory.py) and NCCL's buffers. The context is there already.
+_MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
+_MORE_BLOCKS = 0.05  # of all, that recompute once a step comes near the end of the memory
+
+T = TypeVar("T")
+
+
+def fit(settings: Sequence[T], memory: Callable[[T], float], free: float, *, falls: bool = False) -> T:
+    """The first setting that fits, the fastest first; the last if none does.
+
+    Args:
+        memory: bytes that a setting needs. free: bytes that may be used.
+        falls: no setting needs more than the one before it, so that a bisection finds it.
+    """
+    if falls:
+        return settings[bisect.bisect_left(settings, True, hi=len(settings) - 1, key=lambda each: memory(each) <= free)]
+    return next((each for each in settings if memory(each) <= free), settings[-1])
+
+
+def with_margin(estimate: int) -> int:
+    """What must be free on a GPU for a step that is estimated to need so many bytes."""
+    return int(estimate * (1 + _MARGIN_SHARE)) + _MARGIN
+
+
+# --- by the estimate ---
+
+
+class Placement(NamedTuple):
+    """sharding_strategy: of SHARDING_STRATEGIES. offload: what is in host memory. accumulates: gradients of a step's
+    micro-batches add up unsharded on each rank and are reduced with the last one's; else they are reduced in each,
+    which is slower.
+    """
+
+    sharding_strategy: str
+    offload: Offload = Offload()
+    accumulates: bool = True
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options that ask for it."""
+        use_cpu_offload = self.offload.embeddings or self.offload.blocks or False
+        return {"sharding_strategy": self.sharding_strategy, "use_cpu_offload": use_cpu_offload}
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.sharding_strategy}{' with the base in host memory' if self.offload.blocks else ''}"
+
+
+def possible_offloads(use_cpu_offload: bool | int | str, num_blocks: int, *, can_offload: bool = True) -> list[Offload]:
+    """What the option leaves open, the faster first. can_offload: whether auto may choose the host."""
+    nothing, everything = Offload(), Offload(num_blocks, embeddings=True)
+    if use_cpu_offload == "auto":
+        return [nothing, everything] if can_offload else [nothing]
+    return [everything if use_cpu_offload is True else Offload(int(use_cpu_offload))]
+
+
+def candidates(
+    sharding_strategy: str,
+    offloads: Sequence[Offload],
+    *,
+    world_size: int,
+    per_node: int,
+    on_gpu: bool,
+    accumulates: Sequence[bool] = (True,),
+) -> list[Placement]:
+    """The placements that the options leave open, the fastest first; on a CPU there is one.
+
+    A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
+    Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
+
+    Args:
+        sharding_strategy: the option; auto leaves the choice open. per_node: ranks of each node. offloads,
+            accumulates: what is possible, the faster first.
+    """
+    is_auto = sharding_strategy == "auto"
+    if not on_gpu:
+        return [Placement("full_shard" if is_auto else sharding_strategy, offloads[0], accumulates[0])]
+    strategies = [sharding_strategy]
+    if is_auto:
+        possible = {"ddp": world_size > 1, "hybrid_full_shard": 1 < per_node < world_size}
+        strategies = [*(strategy for strategy, is_possible in possible.items() if is_possible), "full_shard"]
+    return [
+        Placement(strategy, offload, adds_up)
+        for strategy in strategies
+        for offload in offloads
+        if not (is_auto and strategy == "ddp" and offload.blocks)
+        for adds_up in (accumulates if world_size > 1 and strategy != "ddp" else accumulates[:1])
+    ]
+
+
+def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
+    """The first placement that fits in `free` bytes; the last if none does.
+
+    If nothing is known of a GPU, that of a model which is shared, on the GPU if that is left open.
+
+    Args:
+        needs: bytes that each placement takes of a rank's device, with a margin; the fastest first.
+    """
+    if free is None:
+        return [each for each in _fastest(needs) if each.offload == next(iter(needs)).offload][-1]
+    return fit([*needs], needs.__getitem__, free)
+
+
+def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | None:
+    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which; None if one is given.
+
+    Args:
+        free: on the GPU that has least; None if none is known.
+    """
+    *faster, slowest = [(placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)]
+    if not faster:
+        return None
+    if free is None:
+        sizes = ", ".join(f"{name} if {size} are free" for name, size in faster)
+        return f"Placement, on each GPU: {sizes}, else {slowest[0]} ({slowest[1]})."
+    chosen = choose(needs, free)
+    sizes = ", ".join(f"{name} needs {size}" for name, size in (*faster, slowest))
+    line = f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
+    if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
+        line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
+    return line
+
+
+def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str | None:
+    """One line if gradients are reduced in each micro-batch for want of memory."""
+    chosen = choose(needs, free)
+    more = needs.get(chosen._replace(accumulates=True))
+    if free is None or chosen.accumulates or more is None:
+        return None
+    return (
+        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
+        f"{_gib(more)}, and {_gib(free)} are free."
+    )
+
+
+def _fastest(needs: Mapping[Placement, int]) -> list[Placement]:
+    """The fastest variant of each placement."""
+    return [each for each in needs if each.accumulates == next(iter(needs)).accumulates]
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+# --- by what is measured ---
+
+
+def fit_recompute(
+    model: nn.Module,
+    try_step: Callable[[], tuple[int, int]],
+    least: Callable[[float], float],
+    *,
+    block_bytes: int,
+    too_few: int | None = None,
+) -> int:
+    """Set and return the smallest number of blocks with recompute that fits on every rank. Called on every rank.
+
+    The peak with recompute of every block, and what one more block keeps, are measured; their sum is an upper bound,
+    so another probe with what fits by it may find more room.
+
+    Args:
+        try_step: runs forward and backward. Returns the bytes allocated between them, and `GpuMeter.room`.
+        least: the smallest of the ranks' numbers.
+        block_bytes: about what a block keeps without recompute, for the first probe of one.
+        too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
+            them, so that a few restarts come to all blocks.
+    """
+    blocks = len(recomputed_blocks(model))
+    may_keep = range(blocks if too_few is None else (blocks - too_few) // 2, -1, -1)
+
+    def attempt(number: int) -> tuple[int, int]:
+        set_recompute(model, blocks - number)
+        return try_step()
+
+    without, room = attempt(0)
+    keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))
+    for is_last in (False, False, True) if keeping else ():
+        held, room = attempt(keeping)
+        each = max((held - without) / keeping, 1.0)
+        memory = {number: (number - keeping) * each for number in may_keep}  # more than in this attempt
+        before, keeping = keeping, int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
+        if keeping <= before:
+            break
+        keeping = before if is_last else keeping
+    set_recompute(model, blocks - keeping)
+    return blocks - keeping
+
+
+class MemoryWatch:
+    """Adds blocks with recompute when a step has come near the end of the memory.
+
+    Args:
+        number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
+    """
+
+    def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
+        self.model, self.number, self.most = model, number, most
+        self.blocks = len(recomputed_blocks(model))
+
+    def stepped(self, reserved: float) -> int:
+        """The number of blocks with recompute from now on.
+
+        reserved: GiB, the most that a rank has reserved so far; the same on every rank.
+        """
+        if reserved <= self.most or self.number == self.blocks:
+            return self.number
+        self.number = min(self.blocks, self.number + math.ceil(_MORE_BLOCKS * self.blocks))
+        set_recompute(self.model, self.number)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        log.warning(
+            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
+            reserved, self.number, self.blocks,
+        )  # fmt: skip
+        return self.number
+
+
+def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None) -> None:
+    """Let as few blocks recompute as fit on every rank's GPU, and more when a step comes near its end.
+
+    Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
+    """
+    device, longest = trainer.ranks.device, trainer.longest(data)
+    meter = GpuMeter(device)
+
+    def try_step() -> tuple[int, int]:
+        meter.start()
+        return trainer.try_micro_batch(data.table, *longest), meter.room()
+
+    def least(value: float) -> float:
+        return gather_numbers([value], device).min().item()
+
+    number = fit_recompute(trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
+    watch = MemoryWatch(trainer.model, number, most=least(meter.most_in_steps()))
+    trainer.watch_memory = watch.stepped
+    log.debug("Recompute: %d of %d blocks, found by probing.", number, watch.blocks)
