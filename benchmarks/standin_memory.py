@@ -218,7 +218,7 @@ def plan_of(
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.planning.plan import Machine, build_plan, place
-    from fsdp_qlora.planning.run_plan import longest_lengths, make_schedule
+    from fsdp_qlora.planning.run_rows import RunRows, make_schedule
     from fsdp_qlora.ranks.ranks import read_ranks
 
     local = str(ranks // nodes)
@@ -241,7 +241,7 @@ def plan_of(
     data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
     data = make_pairs(data) if is_pairs else data
     rows = RunData(data, np.arange(number))
-    longest = longest_lengths(config, make_schedule(config, rows, ranks), rows, plan.documents)
+    longest = RunRows(config, rows, make_schedule(config, rows, ranks), plan.documents).longest()
     return config, place(config, plan, longest), rows
 
 
@@ -265,7 +265,8 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from fsdp_qlora.data.schedule import RowsInMemory
-    from fsdp_qlora.planning.run_plan import Plan, make_schedule
+    from fsdp_qlora.planning.run_plan import Plan
+    from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.probe else _gpu(args, None)
     _load()
     from fsdp_qlora.commands import plan
-    from fsdp_qlora.planning.outlook import GpuOffer
+    from fsdp_qlora.planning.search import GpuOffer
 
     num_gpus, rates = args.num_gpus or 1, dict[str, float]()
     if gpu is None:
@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
         gpu = probe.with_rates(_gpu(args, here), rates)
     request = GpuOffer(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
     planner, asked = plan.make_planner(config, request, tokens), config.batch_size * config.gradient_accumulation_steps
-    # With auto a run finds how many blocks recompute by probing; without a search all do here.
-    changes = {"recompute": "all"} if config.recompute == "auto" else {}
-    planned = planner.fastest_of_more_rows() if searches else [planner.outlook(**changes)]
+    planned = planner.fastest_of_more_rows() if searches else [planner.as_asked()]
     best, keeps_rows = planned[0], _keeps_rows(args, config)
     if keeps_rows and searches:
         planned = [each for each in planned if each.rows == asked]

@@ -13,7 +13,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import format_count
 from fsdp_qlora.planning.gpus import find_gpu
-from fsdp_qlora.planning.outlook import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
 
 EXAMPLE = Path(__file__).parent / "prices.yaml"
 

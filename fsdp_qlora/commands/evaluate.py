@@ -14,7 +14,8 @@ from fsdp_qlora.data.sources import parse_eval_names
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.planning.run_plan import Plan, data_options, make_schedule
+from fsdp_qlora.planning.run_plan import Plan, data_options
+from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.run.load_model import build_trainer
 

@@ -1,6 +1,5 @@
 """Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
 
-import functools
 import html
 import itertools
 import logging
@@ -19,8 +18,8 @@ from fsdp_qlora.model.models import load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.known_models import close_names, known_config
-from fsdp_qlora.planning.outlook import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.sharding.model_parts import count_parameters
 
 log = logging.getLogger("fsdp_qlora")
@@ -59,7 +58,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
 
 
 def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
-    """Of a run on the request's GPUs, its model built without weights, and for its rows if a dataset can be read.
+    """Make a planner for the request's GPUs: the model is built without weights, and the rows are read if they can be.
 
     tokens: to train on, if not those of the rows.
     """
@@ -70,11 +69,10 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
         log.info("%s", note)
     if tokenizer is None:
         return Planner(config, request, model, tokens=tokens)
-    from fsdp_qlora.planning.run_plan import read_rows, rows_of_run  # most plans need no rows, and this takes a while
+    from fsdp_qlora.planning.run_plan import read_rows  # most plans need no rows, and this takes a while
 
     data = read_rows(config, model)
-    rows = functools.partial(rows_of_run, data=data, documents=model.documents)
-    planner = Planner(config, request, model, rows, tokens)
+    planner = Planner(config, request, model, data, tokens)
     number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
     log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)

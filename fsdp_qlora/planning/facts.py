@@ -15,7 +15,8 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.planning.run_plan import Plan, mean_micro_batch
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 
 log = logging.getLogger("fsdp_qlora")
@@ -62,8 +63,8 @@ class Measured:
 
 def planned_speed(config: TrainConfig, plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
     """Tokens per second of the run's first steps."""
-    turn = mean_micro_batch(config, plan.schedule, plan.data, model.documents)
-    return tokens_per_second(model, size_of(model.meta.parts), turn, gpu)
+    micro_batch = RunRows(config, plan.data, plan.schedule, model.documents).mean_micro_batch()
+    return tokens_per_second(model, size_of(model.meta.parts), micro_batch, gpu)
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
 
 import dataclasses
-import functools
-import itertools
 import logging
 import math
 from collections.abc import Mapping
@@ -10,31 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
-from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.data.schedule import Schedule, epoch_order
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import sample_line
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.model import models
-from fsdp_qlora.model.attention import can_share
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.auto import choose_settings
-from fsdp_qlora.planning.outlook import Rows
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, longest_allowed, place, plan_model
-from fsdp_qlora.planning.speed import MicroBatchSize
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, place, plan_model
+from fsdp_qlora.planning.run_rows import RunRows, make_schedule
+from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -73,12 +66,11 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
-    rows = functools.partial(rows_of_run, data=data, documents=model.documents)
-    chosen = choose_settings(config, model, rows, store) if config.auto else {}
+    chosen = choose_settings(config, model, data, store) if config.auto else {}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
-    placed = place(config, model, longest_lengths(config, schedule, data, model.documents), store)
+    placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
     _tell(config, plan)
@@ -126,22 +118,6 @@ def _tell(config: TrainConfig, plan: Plan) -> None:
         log.info("%s", describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
 
 
-def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
-    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
-    rows = data.rows_per_epoch
-    schedule = config.pick(
-        Schedule,
-        num_rows=rows or 1,
-        data_size=data_size,
-        rows_per_step=rows_per_step,
-        mixture=data.mixture,
-        context_length=config.context_length * config.row_kind.num_documents,
-    )
-    if rows is not None:
-        return schedule
-    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
-
-
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
     if config.warmup_steps >= 0:
         return config.warmup_steps
@@ -156,57 +132,3 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     return plan
-
-
-def rows_of_run(config: TrainConfig, data_size: int, data: RunData, documents: str | None) -> Rows:
-    """What a plan needs of a run's rows; of a stream they are as long as the options allow, on average as its first.
-
-    Args:
-        documents: the attention implementation, as of the model's plan.
-    """
-    schedule, rows = make_schedule(config, data, data_size), data.train_rows
-    lengths = np.minimum(data.train.lengths, schedule.context_length)  # a plan may try a shorter context
-    longest = longest_lengths(config, schedule, data, documents)
-    of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
-    number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
-    return Rows(longest, mean_micro_batch(config, schedule, data, documents), float(number * of_epoch.mean()))
-
-
-def mean_micro_batch(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> MicroBatchSize:
-    """The mean of the turns of a run's first steps."""
-    lengths = np.minimum(data.train.lengths, schedule.context_length)
-    rounds = list(itertools.chain(*schedule.rounds_of_first_steps(data.train_rows, lengths)))
-    # The longest micro-batch of a round comes first.
-    longest = [lengths_of(config, schedule, data, documents, first) for first, *_ in rounds]
-    useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
-    squares = sum(length**2 for each in longest for length in each.of_documents)
-    return MicroBatchSize(
-        *(total / len(longest) for total in (sum(each.num_computed for each in longest), squares, useful))
-    )
-
-
-def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Lengths:
-    """The run's longest micro-batch, padding included; of a stream, whose rows are unknown, the most possible."""
-    if data.rows_per_epoch is None:
-        return longest_allowed(config)
-    computed = data.train.num_learned_from(shares_prompts=_shares(config, documents))
-    lengths, computed = (np.minimum(each, schedule.context_length) for each in (data.train.lengths, computed))
-    longest, _ = schedule.longest_micro_batch(data.train_rows, lengths, computed)
-    return lengths_of(config, schedule, data, documents, longest)
-
-
-def lengths_of(
-    config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None, micro_batch: np.ndarray
-) -> Lengths:
-    """Tokens of a micro-batch as they are computed, padding included; a plan may try a shorter context."""
-    rows, most = data.train, config.context_length
-    learned = rows.learned_documents(micro_batch)
-    found = np.minimum(rows.document_offsets[learned + 1] - rows.document_offsets[learned], most).tolist()
-    if schedule.padding:
-        found = [max(found, default=0)] * len(found)
-    shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if _shares(config, documents) else None
-    return Lengths(found, shared)
-
-
-def _shares(config: TrainConfig, documents: str | None) -> bool:
-    return config.row_kind == PAIRS and can_share(documents)

@@ -94,7 +94,7 @@ class Size(NamedTuple):
 
 def count_work(
     size: Size,
-    turn: MicroBatchSize,
+    micro_batch: MicroBatchSize,
     *,
     num_shards: int,
     recomputed_share: float,
@@ -112,17 +112,17 @@ def count_work(
     passes = 2 + again + size.trains_all  # forward, again, gradients of inputs, and of weights
     per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
-    attention = (3.5 + again) * 2 * size.attended * size.blocks * turn.squares
+    attention = (3.5 + again) * 2 * size.attended * size.blocks * micro_batch.squares
     # Each expert that is hit is decoded, however many tokens it gets.
-    experts, hit = size.mixture, size.mixture.hit(turn.tokens)
+    experts, hit = size.mixture, size.mixture.hit(micro_batch.tokens)
     decoded = size.linear + experts.weights * (hit / experts.chosen - 1)
     decoding = passes * DECODED_BYTES * decoded * size.is_decoded
-    elementwise = turn.tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
+    elementwise = micro_batch.tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
     products = passes * hit * experts.parameters * size.is_decoded
-    operations, memory = turn.tokens * per_token + attention, decoding + elementwise
+    operations, memory = micro_batch.tokens * per_token + attention, decoding + elementwise
     return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
 
 
@@ -135,18 +135,18 @@ def seconds(work: Work, gpu: Gpu) -> float:
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
 
-def tokens_per_second(plan: PlacedModel, size: Size, turn: MicroBatchSize, gpu: Gpu) -> float:
+def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
     """Of all ranks of a model in its place. size: of its parts."""
     work = count_work(
         size,
-        turn,
+        micro_batch,
         num_shards=plan.layout.num_shards,
         recomputed_share=plan.memory.recomputing / size.blocks,
         host_share=plan.placement.offload.blocks / size.blocks,
         frees_blocks=plan.step.frees_blocks,
         references=plan.step.passes - 1,
     )
-    return turn.useful / seconds(work, gpu)
+    return micro_batch.useful / seconds(work, gpu)
 
 
 def size_of(parts: ModelParts) -> Size:

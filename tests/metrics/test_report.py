@@ -25,7 +25,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.planning.outlook import GpuOffer
+from fsdp_qlora.planning.search import GpuOffer
 from fsdp_qlora.results.report import make_page, read_run, write_at_end, write_report
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
@@ -193,7 +193,7 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
         recomputing=4, block=1, overhead=gib,
     )  # fmt: skip
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
-    found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).outlook()
+    found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
     model = dataclasses.replace(found.plan, memory=memory)
 
     def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:

@@ -20,10 +20,9 @@ from fsdp_qlora.commands.plan import find_model, make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.auto import choose_settings, settings_of_run
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
 from fsdp_qlora.planning.known_models import known_config
-from fsdp_qlora.planning.outlook import GpuOffer, allowed_rows
+from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from tests.planning.test_placement import REPEATS_KEYS
 from tests.tiny import SIZES, WORDS, flags
@@ -167,7 +166,7 @@ def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
 def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     config = TrainConfig(model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none")
     alone = replace(config, precompute_reference=True)
-    speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).outlook().tokens_per_second for each in (alone, config)]
+    speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).planned().tokens_per_second for each in (alone, config)]
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
@@ -243,18 +242,18 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
     )
     planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
-    chosen = choose_settings(config, planner.model, allowed_rows, None)
+    chosen = choose_settings(config, planner.model, None, None)
     best = vars(planner.fastest()[0].config)
     assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 5
     run = dict.fromkeys(RUN_KEYS) | {"options": vars(config) | chosen | {"use_cpu_offload": 7}, "world_size": 2}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert choose_settings(config, planner.model, allowed_rows, None) == chosen | {"use_cpu_offload": 7}
+    assert choose_settings(config, planner.model, None, None) == chosen | {"use_cpu_offload": 7}
     # What is given now is kept, and of a run that was started without it, or on other ranks, nothing is.
     given = replace(config, use_cpu_offload=True)
     assert "use_cpu_offload" not in settings_of_run(given, 2) and settings_of_run(config, 4) == {}
     with pytest.raises(UserError, match="none is visible"):
         elsewhere = replace(planner.model, machine=replace(planner.model.machine, free=None))
-        choose_settings(config, elsewhere, allowed_rows, None)
+        choose_settings(config, elsewhere, None, None)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])

@@ -21,7 +21,7 @@ from fsdp_qlora.data.rows import DataReport, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import FLASH, VARLEN
-from fsdp_qlora.planning.run_plan import longest_lengths, make_schedule
+from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from tests.tiny import spelled_tokenizer
 
 CHAT = (
@@ -163,7 +163,7 @@ def test_a_shared_beginning_is_planned_once_where_attention_can() -> None:
         config = TrainConfig(batch_size=1, num_epochs=1, **{"objective": "dpo", **options})
         labels = np.ones(len(pairs) if config.objective == "kto" else 0, np.bool_)
         data = RunData(dataclasses.replace(pairs, desired=labels), np.arange(len(pairs)))
-        return longest_lengths(config, make_schedule(config, data, 1), data, implementation)
+        return RunRows(config, data, make_schedule(config, data, 1), implementation).longest()
 
     shared = longest(VARLEN)
     assert shared.num_computed == (splits + others - expected).max() and sum(shared.of_documents) > shared.num_computed

@@ -2,27 +2,42 @@
 
 import copy
 import dataclasses
+import json
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from fsdp_qlora.checkpointing.run_folder import read_run
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import value_text
+from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import Lengths
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
+from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
-from fsdp_qlora.planning.gpus import Gpu, communicators
+from fsdp_qlora.planning.gpus import Gpu, communicators, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
-from fsdp_qlora.planning.speed import MicroBatchSize, size_of, tokens_per_second
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, least_free, place
+from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import all_gather_via_store
 from fsdp_qlora.sharding.model_parts import Offload
+
+log = logging.getLogger("fsdp_qlora")
 
 _FEW_ROWS, _FEW_TOKENS = 16, 2**15  # in a micro-batch; more save little time
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
-_TOKENS = 10e6  # to train on, where no dataset is known
+# What --auto chooses: always, with the rows per step as they are; and where it is auto.
+_ALWAYS = ("batch_size", "gradient_accumulation_steps", "use_activation_cpu_offload")
+_CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
 
 
 class GpuOffer(NamedTuple):
@@ -55,21 +70,6 @@ class GpuOffer(NamedTuple):
         return Machine(torch.device("cuda"), self.num_gpus, ranks, free)
 
 
-class Rows(NamedTuple):
-    """A run's rows. longest: the longest micro-batch. turn: the mean one. tokens: in all epochs."""
-
-    longest: Lengths
-    turn: MicroBatchSize
-    tokens: float
-
-
-def allowed_rows(config: TrainConfig, world_size: int) -> Rows:
-    """As many and as long rows as the options allow."""
-    longest = longest_allowed(config)
-    tokens, squares = sum(longest.of_documents), sum(length**2 for length in longest.of_documents)
-    return Rows(longest, MicroBatchSize(tokens, squares, world_size * tokens), _TOKENS)
-
-
 class PlannedRun(NamedTuple):
     """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs."""
 
@@ -86,7 +86,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a rank in an optimizer step."""
+        """Rows of a rank in an optimizer step."""
         return self.config.batch_size * self.config.gradient_accumulation_steps
 
     @property
@@ -95,7 +95,7 @@ class PlannedRun(NamedTuple):
 
     @property
     def host_bytes(self) -> int:
-        """Of all ranks, with their processes."""
+        """Host bytes of all ranks, processes included."""
         return self.request.num_gpus * (sum(self.plan.memory.host.values()) + PROCESS)
 
     @property
@@ -131,7 +131,8 @@ class Planner:
 
     Args:
         model: built with options that differ from the variants' in the placement and the micro-batch alone.
-        rows: of the run with some options on so many ranks. tokens: to train on, if not those of the rows.
+        data: the run's rows; None for as many and as long ones as the options allow. tokens: to train on, if not those
+            of the rows.
     """
 
     def __init__(
@@ -139,34 +140,42 @@ class Planner:
         config: TrainConfig,
         request: GpuOffer,
         model: ModelPlan,
-        rows: Callable[[TrainConfig, int], Rows] = allowed_rows,
+        data: RunData | None = None,
         tokens: float | None = None,
     ) -> None:
-        self.config, self.request, self.model, self._tokens = config, request, model, tokens
-        self._find_rows, self._size = rows, size_of(model.meta.parts)
-        self._rows: dict[tuple[int, ...], Rows] = {}
+        self.config, self.request, self.model, self.data, self._tokens = config, request, model, data, tokens
+        self._size = size_of(model.meta.parts)
+        self._rows: dict[tuple[int, ...], PlannedRows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
     def on(self, request: GpuOffer) -> "Planner":
-        """Of the same run on other GPUs, with what has been built and measured."""
+        """A planner for other GPUs that reuses what has been built and measured."""
         other = copy.copy(self)
         other.request, other.model = request, dataclasses.replace(self.model, machine=request.machine)
         return other
 
-    def outlook(self, **changes: Any) -> PlannedRun:
+    def planned(self, **changes: Any) -> PlannedRun:
         """The run with other options."""
         config = dataclasses.replace(self.config, **changes)
         rows = self.rows(config)
         plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest))
-        rate = tokens_per_second(plan, self._size, rows.turn, self.request.gpu)
+        rate = tokens_per_second(plan, self._size, rows.micro_batch, self.request.gpu)
         return PlannedRun(config, plan, self.request, self._tokens or rows.tokens, rate)
 
-    def rows(self, config: TrainConfig) -> Rows:
+    def as_asked(self) -> PlannedRun:
+        """The run as the options ask for it; with --recompute auto all blocks recompute, since nothing is probed."""
+        return self.planned(**({"recompute": "all"} if self.config.recompute == "auto" else {}))
+
+    def rows(self, config: TrainConfig) -> PlannedRows:
         """The rows of the run with other options."""
-        sizes = (config.batch_size, config.gradient_accumulation_steps, config.context_length)
-        key = (*sizes, self.request.num_gpus)
+        data, num_gpus = self.data, self.request.num_gpus
+        key = (config.batch_size, config.gradient_accumulation_steps, config.context_length, num_gpus)
         if key not in self._rows:
-            self._rows[key] = self._find_rows(config, self.request.num_gpus)
+            self._rows[key] = (
+                RunRows(config, data, make_schedule(config, data, num_gpus), self.model.documents).planned()
+                if data
+                else allowed_rows(config, num_gpus)
+            )
         return self._rows[key]
 
     def _measure(self, lengths: Lengths) -> list[BlockBytes]:
@@ -187,7 +196,7 @@ class Planner:
         options += [{**each, "use_activation_cpu_offload": True} for each in options[1::2]]
         if config.context_length > 512:
             options += [{**options[-1], "context_length": config.context_length // 2}]
-        found = (self.outlook(**each, recompute="all") for each in options)
+        found = (self.planned(**each, recompute="all") for each in options)
         return (each for each in found if each.fits)
 
     # --- the fastest settings ---
@@ -254,7 +263,7 @@ class Planner:
         """The run with the first of an option's values with which it fits, each needing less memory; else the last."""
 
         def planned(value: Any) -> PlannedRun:
-            return self.outlook(**{**changes, option: value})
+            return self.planned(**changes | {option: value})
 
         return planned(fit(values, lambda value: planned(value).needed_with_margin, self.request.bytes, falls=True))
 
@@ -262,3 +271,51 @@ class Planner:
 def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Those that fit with a margin first, the fastest first; then the others, the nearest to it first."""
     return sorted(found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed))
+
+
+# --- --auto ---
+
+
+def choose_settings(
+    config: TrainConfig, model: ModelPlan, data: RunData | None, store: dist.Store | None
+) -> dict[str, Any]:
+    """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with the least free memory.
+
+    How many blocks recompute is left to probing, which corrects the plan.
+
+    Raises:
+        UserError: there is no GPU.
+    """
+    machine, ranks = model.machine, model.machine.ranks
+    free = least_free(machine, "the memory for --auto", store)
+    if free is None:
+        raise UserError(
+            "--auto true chooses settings for the GPUs of this machine, and none is visible: leave it out, or plan for "
+            "others with `fsdp-qlora plan --auto --gpu NAME`."
+        )
+    chosen: dict[str, Any] = {}
+    if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
+        per_node = ranks.layout("full_shard", machine.world_size).per_node
+        host = host_memory_free(per_node) * machine.world_size
+        card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
+        gpu = gpu_of(card) if card else nearest_gpu(free / GIB)
+        gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
+        request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=per_node)
+        memory_gib = (free + sum(request.beside_torch().values())) / GIB
+        request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
+        best = Planner(config, request, model, data).fastest()[0]
+        chosen = {name: getattr(best.config, name) for name in _CHOSEN}
+    if store is not None:
+        chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
+    log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
+    return chosen
+
+
+def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """The settings of the run in output_dir that --auto chose for as many ranks; none if there is no such run."""
+    folder = Path(config.output_dir).expanduser()
+    run = {} if config.resume != "auto" or config.overwrite_output_dir else read_run(folder)
+    then = run.get("options", {})
+    if not then.get("auto") or run["world_size"] != world_size:
+        return {}
+    return {name: then[name] for name in _CHOSEN if name in _ALWAYS or getattr(config, name) == "auto"}

@@ -1,0 +1,98 @@
+"""A run's rows as its plan needs them: how they become steps, their longest and their mean micro-batch."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdp_qlora.config.objectives import PAIRS
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.rows import Lengths
+from fsdp_qlora.data.schedule import Schedule, epoch_order
+from fsdp_qlora.model.attention import can_share
+from fsdp_qlora.planning.plan import longest_allowed
+from fsdp_qlora.planning.speed import MicroBatchSize
+
+_TOKENS = 10e6  # to train on, where no dataset is known
+
+
+class PlannedRows(NamedTuple):
+    """longest: the longest micro-batch. micro_batch: the mean one. tokens: in all epochs."""
+
+    longest: Lengths
+    micro_batch: MicroBatchSize
+    tokens: float
+
+
+def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
+    """As many and as long rows as the options allow."""
+    longest = longest_allowed(config)
+    tokens, squares = sum(longest.of_documents), sum(length**2 for length in longest.of_documents)
+    return PlannedRows(longest, MicroBatchSize(tokens, squares, data_size * tokens), _TOKENS)
+
+
+def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
+    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
+    rows = data.rows_per_epoch
+    schedule = config.pick(
+        Schedule,
+        num_rows=rows or 1,
+        data_size=data_size,
+        rows_per_step=rows_per_step,
+        mixture=data.mixture,
+        context_length=config.context_length * config.row_kind.num_documents,
+    )
+    if rows is not None:
+        return schedule
+    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
+
+
+class RunRows:
+    """The rows and steps of a run, which may have a shorter context than the rows were prepared for.
+
+    Args:
+        documents: the attention implementation, as of the model's plan.
+    """
+
+    def __init__(self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None) -> None:
+        self.config, self.data, self.schedule = config, data, schedule
+        self.lengths = np.minimum(data.train.lengths, schedule.context_length)
+        self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
+
+    def planned(self) -> PlannedRows:
+        """What a plan needs; rows of a stream are as long as the options allow, on average as the stream's first."""
+        schedule = self.schedule
+        of_epoch = epoch_order(self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture)
+        number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
+        tokens = float(number * self.lengths[of_epoch].mean())
+        return PlannedRows(self.longest(), self.mean_micro_batch(), tokens)
+
+    def longest(self) -> Lengths:
+        """The run's longest micro-batch, padding included; of a stream, whose rows are unknown, the most possible."""
+        if self.data.rows_per_epoch is None:
+            return longest_allowed(self.config)
+        computed = self.data.train.num_learned_from(shares_prompts=self._shares_prompts)
+        computed = np.minimum(computed, self.schedule.context_length)
+        longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
+        return self._lengths_of(longest)
+
+    def mean_micro_batch(self) -> MicroBatchSize:
+        """The mean over the rounds of the run's first steps."""
+        rounds = list(itertools.chain(*self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)))
+        longest = [self._lengths_of(first) for first, *_ in rounds]  # a round's longest micro-batch is its first
+        computed = sum(each.num_computed for each in longest)
+        squares = sum(length**2 for each in longest for length in each.of_documents)
+        useful = sum(int(self.lengths[piece].sum()) for piece in itertools.chain(*rounds))
+        return MicroBatchSize(*(total / len(longest) for total in (computed, squares, useful)))
+
+    def _lengths_of(self, micro_batch: np.ndarray) -> Lengths:
+        """Tokens of a micro-batch as they are computed, padding included."""
+        rows, most = self.data.train, self.config.context_length
+        learned = rows.learned_documents(micro_batch)
+        found = np.minimum(rows.document_offsets[learned + 1] - rows.document_offsets[learned], most).tolist()
+        if self.schedule.padding:
+            found = [max(found, default=0)] * len(found)
+        shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if self._shares_prompts else None
+        return Lengths(found, shared)
