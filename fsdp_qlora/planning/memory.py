@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,229 +102,212 @@ class Memory:
 
 def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> Memory:
     """The memory of a rank. blocks: as measured for its longest micro-batch."""
-    weights, on_host = _weights(parts, step)
-    resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
-    host = {**on_host, _BUFFER: step.buffer_bytes}
-    hidden = step.num_tokens * _hidden_bytes(parts, step)
-    if step.offloads_activations:
-        host["block inputs"] = step.recomputing * hidden
-    if step.on_gpu:
-        resident["workspaces"] = _WORKSPACES
-    if step.gathers_from_host:
-        resident["gathered blocks"] = max(_gathered_blocks(parts, step))
-    here = resident if step.on_gpu else weights
-    found = _phases(parts, blocks, step, hidden, {name: here[name] for name in (_GRADIENTS, _STATE)})
-    stays = sum(_positive(here, besides=found["backward"][0]).values())
-    most = max(sum(sizes.values()) for each in found.values() for sizes in each)
-    phases = {name: [_positive(sizes, besides=resident) for sizes in each] for name, each in found.items()}
-    return Memory(
-        weights=weights,
-        resident=_positive(resident),
-        phases={name: max(each, key=lambda sizes: sum(sizes.values())) for name, each in phases.items()},
-        allocated=stays + (most if step.on_gpu else max(most, step.buffer_bytes)),
-        host=_positive(host),
-        recomputing=step.recomputing,
-        block=max(each.kept for each in blocks),
-        overhead=_overhead(parts, step),
-    )
+    return _Estimate(parts, blocks, step).memory()
 
 
 def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Sizes:
     return {name: count for name, count in sizes.items() if count > 0 and name not in besides}
 
 
-def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
-    """The fullest rank's weights, their gradients and optimizer state; and of these what is in host memory.
+class _Estimate:
+    """Counts the bytes of one model in one step.
 
-    Gradients and state are where their weights are. Adapters are not offloaded.
+    hidden: bytes of all tokens' hidden states between blocks. gathered_sizes: of each block's unsharded weights beside
+    the shards. gathered: of such weights while each block is at work. trained: weights of each block that train.
     """
-    everywhere = _shards(parts.kinds(parts.model), step)
-    if not step.on_gpu:
-        return everywhere, everywhere
-    there = sum(map(parts.kinds, parts.on_host(step.offload)), Counter[Kind]())
-    return everywhere, _shards({kind: number for kind, number in there.items() if not kind.in_adapter}, step)
 
+    def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
+        self.parts, self.blocks, self.step = parts, blocks, step
+        embedded: Any = parts.embedding.weight
+        self.vocabulary, self.width = len(embedded), parts.model.config.get_text_config().hidden_size
+        dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
+        self.hidden = step.num_tokens * self.width * dtype.itemsize
+        self.trained = [self._trained_weights(block) for block in parts.blocks]
+        self.frees_blocks = step.frees_blocks or step.num_shards == 1
+        self.gathered_sizes = [self._gathered(block, from_host=step.offload.blocks > 0) for block in parts.blocks]
+        self.gathered = self._gathered_at_work()
 
-def _shards(kinds: Mapping[Kind, int], step: Step) -> Sizes:
-    counts = {category: count.largest_shard for category, count in count_bytes(kinds, step.num_shards).items()}
-    found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
-    trainable = counts.get("trainable", 0)
-    return {**found, _GRADIENTS: trainable, _STATE: int(trainable * OPTIMIZER_STATES[step.optimizer])}
-
-
-def _hidden_bytes(parts: ModelParts, step: Step) -> int:
-    """Bytes of a token's hidden state between blocks."""
-    embedded = parts.embedding.weight
-    dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
-    return parts.model.config.get_text_config().hidden_size * dtype.itemsize
-
-
-def _phases(
-    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_optimizer: Sizes
-) -> dict[str, list[Sizes]]:
-    """What comes and goes at each candidate peak, one of each block in a backward pass.
-
-    Args:
-        of_optimizer: the rank's reduced gradients and optimizer state, which are there only from some point on.
-    """
-    before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * step.reduces_each}
-    adapters = {"adapters as gathered": _adapters_as_gathered(parts, step)}
-    if step.accumulates:
-        adapters["accumulated gradients"] = 4 * _trained_weights(parts, parts.model)
-    of_head = _trained_weights(parts, parts.head) if parts.head is not None and not parts.is_tied else 0
-    in_blocks = _in_backward(parts, blocks, step, hidden, adapters, of_optimizer)
-    kept = {name: in_blocks[0][name] for name in ("block inputs", "kept activations")}
-    # All stay, or the last block comes for its backward pass: by FSDP2 with the head's gradient, by our stream earlier.
-    waiting = {"gathered blocks": _gathered_sizes(parts, step)[-1] if _frees(step) else in_blocks[0]["gathered blocks"]}
-    found = {
-        # The head is gathered to be compared with.
-        "trial": {**adapters, "whole head": _gathered(parts, parts.head or parts.embedding, step)},
-        "loss": {
-            **before,
-            **(waiting if step.num_shards == 1 or not step.frees_blocks else {}),
-            **adapters,
-            **kept,
-            **_at_head(parts, step, hidden),
-            "head's gradient": _as_gathered(of_head, step),
-        },
-        "head's backward": {
-            **before,
-            **waiting,
-            **adapters,
-            **kept,
-            "hidden states at the head": 2 * step.passes * hidden,
-            "head's gradient": _as_gathered(of_head, step) + 4 * of_head,
-        },
-        "backward": {},
-        "optimizer": of_optimizer,
-    }
-    return {name: [sizes] for name, sizes in found.items()} | {"backward": in_blocks}
-
-
-def _in_backward(
-    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_trained: Sizes, of_optimizer: Sizes
-) -> list[Sizes]:
-    """What comes and goes in each block's backward pass, the last block's first. of_trained: of all that trains.
-
-    Blocks before the first that trains have no backward pass, and keep nothing for one. FSDP2 keeps what it reduces
-    until it reduces the next block's gradients.
-    """
-    gathered, trained = _gathered_blocks(parts, step), [_trained_weights(parts, block) for block in parts.blocks]
-    first = (
-        0 if _trained_weights(parts, parts.embedding) else next((i for i, number in enumerate(trained) if number), 0)
-    )
-    left, of_all, reducing, found = sum(trained), max(_trained_weights(parts, parts.model), 1), 0, []
-    for index in reversed(range(first, len(blocks))):
-        block, recomputes = blocks[index], index < step.recomputing
-        found.append(
-            {
-                "gathered blocks": gathered[index],
-                "block at work": block.recomputing if recomputes else block.backward - block.kept,
-                "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else len(blocks)),
-                "kept activations": sum(each.kept for each in blocks[max(first, step.recomputing) : index + 1]),
-                "hidden states at the head": hidden * (step.passes if index == len(blocks) - 1 else 1),
-                "gradients being reduced": 4 * reducing,
-                **{name: int(count * left / of_all) for name, count in of_trained.items()},
-                **of_optimizer,
-                _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if step.reduces_each else 1 - left / of_all)),
-            }
+    def memory(self) -> Memory:
+        step = self.step
+        weights, on_host = self._weights()
+        resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
+        host = {**on_host, _BUFFER: step.buffer_bytes}
+        if step.offloads_activations:
+            host["block inputs"] = step.recomputing * self.hidden
+        if step.on_gpu:
+            resident["workspaces"] = _WORKSPACES
+        if step.gathers_from_host:
+            resident["gathered blocks"] = max(self.gathered)
+        here = resident if step.on_gpu else weights
+        found = self._phases({name: here[name] for name in (_GRADIENTS, _STATE)})
+        stays = sum(_positive(here, besides=found["backward"][0]).values())
+        most = max(sum(sizes.values()) for each in found.values() for sizes in each)
+        phases = {name: [_positive(sizes, besides=resident) for sizes in each] for name, each in found.items()}
+        return Memory(
+            weights=weights,
+            resident=_positive(resident),
+            phases={name: max(each, key=lambda sizes: sum(sizes.values())) for name, each in phases.items()},
+            allocated=stays + (most if step.on_gpu else max(most, step.buffer_bytes)),
+            host=_positive(host),
+            recomputing=step.recomputing,
+            block=max(each.kept for each in self.blocks),
+            overhead=self._overhead(),
         )
-        reducing, left = trained[index] or reducing, left - trained[index]
-    return found
 
+    def _weights(self) -> tuple[Sizes, Sizes]:
+        """The fullest rank's weights, their gradients and optimizer state; and of these what is in host memory.
 
-def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
-    """What comes and goes at the head: hidden states before and after the norm, of learned tokens, their gradients.
+        Gradients and state are where their weights are. Adapters are not offloaded.
+        """
+        everywhere = self._shards(self.parts.kinds(self.parts.model))
+        if not self.step.on_gpu:
+            return everywhere, everywhere
+        there = sum(map(self.parts.kinds, self.parts.on_host(self.step.offload)), Counter[Kind]())
+        return everywhere, self._shards({kind: number for kind, number in there.items() if not kind.in_adapter})
 
-    The reference's have no gradients.
-    """
-    _, is_shared_head = is_shared(parts, step.num_shards, step.precision.param_dtype)
-    vocabulary, dtype = len(parts.embedding.weight), step.precision.compute_dtype  # type: ignore[arg-type]
-    tokens = min(step.num_tokens, tokens_at_a_time(vocabulary, dtype))
-    # A CPU's kernels compute the gradients in float32 before they round them.
-    unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * vocabulary
-    width = parts.model.config.get_text_config().hidden_size
-    head = _ends(parts, step)
-    return {
-        "hidden states at the head": (3 * step.passes + 1) * hidden,
-        "head's weights": head,
-        "hidden states exchanged for it": 2 * step.num_shards * tokens * width * dtype.itemsize * is_shared_head,
-        # What is gathered lies in a buffer and then, beside it, in the weights.
-        "logits and their gradients": max(
-            logits_bytes(step.num_tokens, vocabulary, dtype) + unrounded, head if step.num_shards > 1 else 0
-        ),
-    }
+    def _shards(self, kinds: Mapping[Kind, int]) -> Sizes:
+        counts = {name: count.largest_shard for name, count in count_bytes(kinds, self.step.num_shards).items()}
+        found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
+        trainable = counts.get("trainable", 0)
+        return {**found, _GRADIENTS: trainable, _STATE: int(trainable * OPTIMIZER_STATES[self.step.optimizer])}
 
+    def _phases(self, of_optimizer: Sizes) -> dict[str, list[Sizes]]:
+        """Transient memory at each possible peak, by category; in the backward pass that of each block.
 
-def _ends(parts: ModelParts, step: Step) -> int:
-    """Bytes of the embeddings or the head, whichever is more, beside the shards, while they are used."""
-    shared = is_shared(parts, step.num_shards, step.precision.param_dtype)
-    modules = (parts.embedding, parts.head or parts.embedding)
-    found = [
-        0 if elsewhere else _gathered(parts, module, step) for module, elsewhere in zip(modules, shared, strict=True)
-    ]
-    if shared[1] and step.offload.embeddings:  # the rank's rows
-        found.append(-(-_gathered(parts, modules[1], step) // step.num_shards))
-    return max(found)
+        Args:
+            of_optimizer: the rank's reduced gradients and optimizer state, which are there only from some point on.
+        """
+        step, parts = self.step, self.parts
+        before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * step.reduces_each}
+        in_adapters = sum(n * kind.num_weights for kind, n in parts.kinds(parts.model).items() if kind.in_adapter)
+        adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
+        if step.accumulates:
+            adapters["accumulated gradients"] = 4 * self._trained_weights(parts.model)
+        of_head = self._trained_weights(parts.head) if parts.head is not None and not parts.is_tied else 0
+        in_blocks = self._in_backward(adapters, of_optimizer)
+        kept = {name: in_blocks[0][name] for name in ("block inputs", "kept activations")}
+        # All stay, or the last block comes for its backward pass: by FSDP2 with the head's gradient, by our stream
+        # earlier.
+        waiting = {"gathered blocks": self.gathered_sizes[-1] if self.frees_blocks else in_blocks[0]["gathered blocks"]}
+        found = {
+            # The head is gathered to be compared with.
+            "trial": {**adapters, "whole head": self._gathered(parts.head or parts.embedding)},
+            "loss": {
+                **before,
+                **(waiting if step.num_shards == 1 or not step.frees_blocks else {}),
+                **adapters,
+                **kept,
+                **self._at_head(),
+                "head's gradient": self._as_gathered(of_head),
+            },
+            "head's backward": {
+                **before,
+                **waiting,
+                **adapters,
+                **kept,
+                "hidden states at the head": 2 * step.passes * self.hidden,
+                "head's gradient": self._as_gathered(of_head) + 4 * of_head,
+            },
+            "backward": {},
+            "optimizer": of_optimizer,
+        }
+        return {name: [sizes] for name, sizes in found.items()} | {"backward": in_blocks}
 
+    def _in_backward(self, of_trained: Sizes, of_optimizer: Sizes) -> list[Sizes]:
+        """Transient memory in each block's backward pass, the last block's first. of_trained: of all that trains.
 
-def _frees(step: Step) -> bool:
-    return step.frees_blocks or step.num_shards == 1
+        Blocks before the first that trains have no backward pass, and keep nothing for one. FSDP2 keeps what it reduces
+        until it reduces the next block's gradients.
+        """
+        step, hidden, number = self.step, self.hidden, len(self.blocks)
+        first = next((i for i, count in enumerate(self.trained) if count), 0)
+        first = 0 if self._trained_weights(self.parts.embedding) else first
+        left, of_all, reducing = sum(self.trained), max(self._trained_weights(self.parts.model), 1), 0
+        found = []
+        for index in reversed(range(first, number)):
+            block, recomputes = self.blocks[index], index < step.recomputing
+            found.append(
+                {
+                    "gathered blocks": self.gathered[index],
+                    "block at work": block.recomputing if recomputes else block.backward - block.kept,
+                    "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else number),
+                    "kept activations": sum(
+                        each.kept for each in self.blocks[max(first, step.recomputing) : index + 1]
+                    ),
+                    "hidden states at the head": hidden * (step.passes if index == number - 1 else 1),
+                    "gradients being reduced": 4 * reducing,
+                    **{name: int(count * left / of_all) for name, count in of_trained.items()},
+                    **of_optimizer,
+                    _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if step.reduces_each else 1 - left / of_all)),
+                }
+            )
+            reducing, left = self.trained[index] or reducing, left - self.trained[index]
+        return found
 
+    def _at_head(self) -> Sizes:
+        """Transient memory at the head: hidden states before and after the norm, of learned tokens, their gradients.
 
-def _gathered_sizes(parts: ModelParts, step: Step) -> list[int]:
-    """Bytes of each block's unsharded weights beside the shards."""
-    return [_gathered(parts, block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
+        The reference's have no gradients.
+        """
+        step, dtype = self.step, self.step.precision.compute_dtype
+        shared = is_shared(self.parts, step.num_shards, step.precision.param_dtype)
+        tokens = min(step.num_tokens, tokens_at_a_time(self.vocabulary, dtype))
+        # A CPU's kernels compute the gradients in float32 before they round them.
+        unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * self.vocabulary
+        # Of embeddings and head, whichever is more, what is there beside the shards while they are used.
+        embedding, head = map(self._gathered, (self.parts.embedding, self.parts.head or self.parts.embedding))
+        own_rows = -(-head // step.num_shards) if shared[1] and step.offload.embeddings else 0
+        ends = max(0 if shared[0] else embedding, own_rows if shared[1] else head)
+        return {
+            "hidden states at the head": (3 * step.passes + 1) * self.hidden,
+            "head's weights": ends,
+            "hidden states exchanged for it": 2 * step.num_shards * tokens * self.width * dtype.itemsize * shared[1],
+            # What is gathered lies in a buffer and then, beside it, in the weights.
+            "logits and their gradients": max(
+                logits_bytes(step.num_tokens, self.vocabulary, dtype) + unrounded, ends if step.num_shards > 1 else 0
+            ),
+        }
 
+    def _gathered_at_work(self) -> list[int]:
+        """Bytes of blocks' unsharded weights while each is at work: its own and the next, or all.
 
-def _gathered_blocks(parts: ModelParts, step: Step) -> list[int]:
-    """Bytes of blocks' unsharded weights while each is at work: its own and the next, or all.
+        From the host a rank's own part of the next block is copied before it is gathered.
+        """
+        sizes = self.gathered_sizes
+        if not self.frees_blocks:
+            return [sum(sizes)] * len(sizes)
+        copied = 1 / self.step.num_shards if self.step.gathers_from_host else 0
+        return [size + int((1 + copied) * following) for size, following in zip(sizes, [0, *sizes[:-1]], strict=True)]
 
-    From the host a rank's own part of the next block is copied before it is gathered.
-    """
-    sizes = _gathered_sizes(parts, step)
-    if not _frees(step):
-        return [sum(sizes)] * len(sizes)
-    copied = 1 / step.num_shards if step.gathers_from_host else 0
-    return [size + int((1 + copied) * following) for size, following in zip(sizes, [0, *sizes[:-1]], strict=True)]
+    def _overhead(self) -> int:
+        """Bytes that the allocator reserves beside what is allocated."""
+        step = self.step
+        if not step.on_gpu:
+            return 0
+        whole = max(self._trained_weights(block, adapters=False) for block in self.parts.blocks)
+        kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
+        largest = max(math.prod(shape[-2:]) for shape in self.parts.matrices)
+        trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
+        return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained)
 
+    def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
+        """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are.
 
-def _overhead(parts: ModelParts, step: Step) -> int:
-    """What the allocator reserves beside what is allocated."""
-    if not step.on_gpu:
-        return 0
-    whole = max(_trained_weights(parts, block, adapters=False) for block in parts.blocks)
-    kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
-    largest = max(math.prod(shape[-2:]) for shape in parts.matrices)
-    trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
-    return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained)
+        Args:
+            from_host: whether some come from there; by default if all weights are there.
+        """
+        step, dtype = self.step, self.step.precision.param_dtype
+        is_whole = step.num_shards == 1 and not (step.offload.embeddings if from_host is None else from_host)
+        return sum(
+            number * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
+            for kind, number in self.parts.kinds(module).items()
+            if not kind.in_adapter and not (is_whole and kind.category != "trainable")
+        )
 
+    def _as_gathered(self, weights: int) -> int:
+        """Bytes of so many trainable weights as FSDP2 gathers them."""
+        return weights * (self.step.precision.param_dtype or torch.float32).itemsize
 
-def _gathered(parts: ModelParts, module: nn.Module, step: Step, *, from_host: bool | None = None) -> int:
-    """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are.
-
-    Args:
-        from_host: whether some come from there; by default if all weights are there.
-    """
-    dtype = step.precision.param_dtype
-    is_whole = step.num_shards == 1 and not (step.offload.embeddings if from_host is None else from_host)
-    return sum(
-        number * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
-        for kind, number in parts.kinds(module).items()
-        if not kind.in_adapter and not (is_whole and kind.category != "trainable")
-    )
-
-
-def _adapters_as_gathered(parts: ModelParts, step: Step) -> int:
-    adapters = [number * kind.num_weights for kind, number in parts.kinds(parts.model).items() if kind.in_adapter]
-    return _as_gathered(sum(adapters), step)
-
-
-def _as_gathered(weights: int, step: Step) -> int:
-    """Bytes of so many trainable weights as FSDP2 gathers them."""
-    return weights * (step.precision.param_dtype or torch.float32).itemsize
-
-
-def _trained_weights(parts: ModelParts, module: nn.Module, *, adapters: bool = True) -> int:
-    trained = [item for item in parts.kinds(module).items() if item[0].category == "trainable"]
-    return sum(number * kind.num_weights for kind, number in trained if adapters or not kind.in_adapter)
+    def _trained_weights(self, module: nn.Module, *, adapters: bool = True) -> int:
+        trained = [item for item in self.parts.kinds(module).items() if item[0].category == "trainable"]
+        return sum(number * kind.num_weights for kind, number in trained if adapters or not kind.in_adapter)
