@@ -153,7 +153,9 @@ def build_plan(
 ) -> ModelPlan:
     """The plan of a model with a given configuration and tokenizer."""
     train_type, device = config.kind, machine.ranks.device
-    precision_name = resolve_precision(config, machine)
+    # GPUs that are elsewhere are taken for newer ones.
+    asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
+    precision_name = choose_precision(asked, device)
     precision = PRECISIONS[precision_name]
     layers, stored, notes = resolve_layers(config, model_config)
     meta = build_model(
@@ -169,6 +171,17 @@ def build_plan(
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         notes.append(f"Neither quantized nor adapted, since other modules read their weights: {named}.")
+    adapter = None
+    if train_type.adapter:
+        adapter = peft_config(
+            meta.linears,
+            meta.targets,
+            meta.target_parameters,
+            train_type.adapter,
+            layers.lora,
+            base_model=config.base_name or hub.public_name(config.model_name),
+            model_config=model_config,
+        )
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
     return ModelPlan(
         machine=machine,
@@ -182,16 +195,10 @@ def build_plan(
         documents=None if config.padding else kernel,
         is_packed=layers.prequantized is not None,
         stored=stored,
-        adapter=adapter_config(config, meta, model_config, layers.lora),
+        adapter=adapter,
         trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
         notes=tuple(notes),
     )
-
-
-def resolve_precision(config: TrainConfig, machine: Machine) -> str:
-    """The name of the precision; GPUs that are elsewhere are taken for newer ones. Raises UserError if it is wrong."""
-    asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
-    return choose_precision(asked, machine.ranks.device)
 
 
 def resolve_layers(
@@ -228,23 +235,6 @@ def resolve_layers(
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
     """The quantizer's own options."""
     return {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
-
-
-def adapter_config(
-    config: TrainConfig, meta: MetaModel, model_config: PretrainedConfig, lora: LoraOptions
-) -> LoraConfig | None:
-    """The configuration of the saved adapter, in PEFT's format; None where a whole model is saved."""
-    if config.kind.adapter is None:
-        return None
-    return peft_config(
-        meta.linears,
-        meta.targets,
-        meta.target_parameters,
-        config.kind.adapter,
-        lora,
-        base_model=config.base_name or hub.public_name(config.model_name),
-        model_config=model_config,
-    )
 
 
 def check_model(config: TrainConfig, meta: MetaModel) -> None:
