@@ -21,10 +21,13 @@ from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.forward import ForwardPass
-from fsdp_qlora.training.loss_scale import LossScale
 from fsdp_qlora.training.objective import StepObjective, Totals
 
 log = logging.getLogger("fsdp_qlora")
+
+_FIRST_SCALE = 2.0**16  # of the loss in fp16; this and the next: defaults of torch.amp.GradScaler
+_SCALE_GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale is doubled
+_SMALLEST_SCALE = 1.0  # no scaling: an overflow is then the model's own
 
 
 @dataclass(frozen=True)
@@ -274,3 +277,38 @@ class Trainer:
     def _memory_record(self, gathered: torch.Tensor) -> dict[str, list[float]]:
         names = ("allocated", "reserved") if self.ranks.device.type == "cuda" else ("peak_rss",)
         return {name: [round(value, 3) for value in gathered[:, i].tolist()] for i, name in enumerate(names)}
+
+
+class LossScale:
+    """The factor on the loss in fp16 (Micikevicius et al. 2018), which keeps small gradients from becoming zero.
+
+    It is halved when gradients overflow, and doubled after many steps without an overflow.
+
+    Every rank computes it from the same gradient norms, so all agree. Without scaling it stays 1.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = _FIRST_SCALE if enabled else 1.0
+        self.steps_since_change = 0
+
+    @property
+    def can_fall(self) -> bool:
+        return self.enabled and self.scale > _SMALLEST_SCALE
+
+    def update(self, *, overflowed: bool) -> None:
+        """Update after an optimizer step."""
+        if not self.enabled:
+            return
+        self.steps_since_change += 1
+        if overflowed:
+            self.scale, self.steps_since_change = max(self.scale / 2, _SMALLEST_SCALE), 0
+        elif self.steps_since_change == _SCALE_GROWTH_INTERVAL:
+            self.scale, self.steps_since_change = self.scale * 2, 0
+
+    def state(self) -> dict[str, float]:
+        """The values to save in a checkpoint."""
+        return {"scale": self.scale, "steps_since_change": self.steps_since_change}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.scale, self.steps_since_change = float(state["scale"]), int(state["steps_since_change"])
