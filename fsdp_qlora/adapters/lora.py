@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.model.fused import recompute_output, recompute_source
+from fsdp_qlora.model.fused import output_again, output_source
 from fsdp_qlora.model.pieces import piece_number, split_tokens
 from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.quantizers.routed import AdaptedExperts, is_transposed
@@ -86,7 +86,7 @@ def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """x, as [N, in], and u, for a product's backward pass, which lets go of the node that keeps them."""
     keeper, ctx.keeper = ctx.keeper, None
     *x, low = keeper.saved_tensors
-    return (x[0] if x else recompute_output(keeper.source).to(keeper.dtype)).flatten(0, -2), low
+    return (x[0] if x else output_again(keeper.source).to(keeper.dtype)).flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -97,7 +97,7 @@ class _LoraProduct(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, low: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
-        # checkpointing does not have to recompute them.
+        # checkpointing does not have to compute them again.
         ctx.weights, ctx.product, ctx.keeper = (lora_A, lora_B), product, low.grad_fn
         (y,) = product.base.multiply(x.flatten(0, -2))
         return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
@@ -156,7 +156,7 @@ class LoraAdapter(nn.Module):
         """base_layer(x) + scaling * B A x, [.., out] in the base's dtype.
 
         Args:
-            source: `recompute_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
+            source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
         product = Product(frozen_product(base_layer, x), self.scaling, self._draw_dropout())
         lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(product.base.dtype)
@@ -201,7 +201,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lora = self.lora if self.is_adapted else self.start
-        result: torch.Tensor = lora(x, self.base_layer, recompute_source(x)) if lora else self.base_layer(x)
+        result: torch.Tensor = lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
         return result
 
     def subtract_from_base(self) -> None:

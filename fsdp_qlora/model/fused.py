@@ -4,7 +4,7 @@ A model's own modules are replaced where ours compute the same on random numbers
 down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
 
 The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
-that takes it, and would keep it, can ask for it again in the backward pass (`recompute_output`).
+that takes it, and would keep it, can ask for it again in the backward pass (`output_again`).
 """
 
 import copy
@@ -29,23 +29,23 @@ Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 PIECE = 2**26
 
 
-def recompute_source(x: torch.Tensor) -> Any:
+def output_source(x: torch.Tensor) -> Any:
     """The node of autograd's graph that can compute x again; None if x must be kept."""
-    return x.grad_fn if getattr(x.grad_fn, "recomputes", False) else None
+    return x.grad_fn if getattr(x.grad_fn, "gives_output", False) else None
 
 
-def recompute_output(node: Any) -> torch.Tensor:
-    """The output of a node that `recompute_source` found, without gradient. Before the node's own backward pass."""
-    output: torch.Tensor = node.recompute(node)
+def output_again(node: Any) -> torch.Tensor:
+    """The output of a node that `output_source` found, without gradient. Before the node's own backward pass."""
+    output: torch.Tensor = node.output_again(node)
     return output
 
 
-class RecomputedFunction(torch.autograd.Function):
+class InputsOnlyFunction(torch.autograd.Function):
     """y = function(x), differentiable in x alone. However often y is asked for again, it is computed once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = True, lambda node: _once(node)[1].detach()
+        ctx.gives_output, ctx.output_again = True, lambda node: _once(node)[1].detach()
         ctx.function, ctx.again = function, None
         ctx.save_for_backward(x)
         return function(x)
@@ -94,12 +94,14 @@ class Gated(torch.autograd.Function):
     """activation(gate) * up, of which gate and up are kept.
 
     Args:
-        activation: returns a new tensor. recomputes: let the next function ask for the output, and not keep it.
+        activation: returns a new tensor. inputs_only: let the next function ask for the output, and not keep it.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, recomputes: bool) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = recomputes, lambda node: _gated(activation, *node.saved_tensors)
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, inputs_only: bool
+    ) -> torch.Tensor:
+        ctx.gives_output, ctx.output_again = inputs_only, lambda node: _gated(activation, *node.saved_tensors)
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
         return _gated(activation, gate, up)
@@ -140,11 +142,11 @@ def fuse_modules(model: nn.Module) -> None:
 def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
     """Let a block keep less for its backward pass: norms and products of gates are computed again there.
 
-    Without it long rows are computed in pieces, which a block that recomputes does not take longer for.
+    Without it long rows are computed in pieces, which a block with activation checkpointing does not take longer for.
     """
     for module in block.modules():
         if isinstance(module, RmsNorm | Mlp):
-            module.recomputes = enabled
+            module.inputs_only = enabled
 
 
 def describe_fused(model: nn.Module) -> str:
@@ -184,10 +186,10 @@ FORMS: dict[str, Form] = {
 class RmsNorm(nn.Module):
     """A model's own norm, with its weight.
 
-    recomputes: in the backward pass its output is computed again, so that nobody keeps it.
+    inputs_only: in the backward pass its output is computed again, so that nobody keeps it.
     """
 
-    recomputes = False
+    inputs_only = False
 
     def __init__(self, weight: nn.Parameter, form: str, eps: float) -> None:
         super().__init__()
@@ -195,10 +197,10 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         form, weight, eps = FORMS[self.form], self.weight, self.eps
-        if not self.recomputes or weight.requires_grad or not x.requires_grad:
-            # The gradients of x by its parts are added up before others' are, so that recomputing changes no bit.
+        if not self.inputs_only or weight.requires_grad or not x.requires_grad:
+            # The gradients of x by its parts are added up before others' are, so that saving less changes no bit.
             return form(x.view_as(x), weight, eps)
-        y: torch.Tensor = RecomputedFunction.apply(x, lambda x: form(x, weight, eps))
+        y: torch.Tensor = InputsOnlyFunction.apply(x, lambda x: form(x, weight, eps))
         return y
 
 
@@ -249,10 +251,10 @@ class Roles(NamedTuple):
 class Mlp(nn.Module):
     """A model's own MLP, a function of each token alone: long rows are computed in pieces.
 
-    recomputes: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
+    inputs_only: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
     """
 
-    recomputes, inner = False, 0
+    inputs_only, inner = False, 0
     compute: Function  # of x [.., hidden]
 
     def __init__(self, module: nn.Module) -> None:
@@ -262,7 +264,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
-        if self.recomputes or count_pieces(tokens, hidden=hidden, inner=self.inner) == 1:
+        if self.inputs_only or count_pieces(tokens, hidden=hidden, inner=self.inner) == 1:
             return self.compute(x)
         return in_pieces(self.compute, x)
 
@@ -270,7 +272,7 @@ class Mlp(nn.Module):
 class GatedMlp(Mlp):
     """A model's own MLP, with its children under their names.
 
-    recomputes: in the backward pass the input of `down` is computed again, so that nobody keeps it.
+    inputs_only: in the backward pass the input of `down` is computed again, so that nobody keeps it.
     """
 
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
@@ -282,7 +284,7 @@ class GatedMlp(Mlp):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
-        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.recomputes))
+        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.inputs_only))
         return y
 
 

@@ -1,8 +1,8 @@
 """A function of each token alone, such as an MLP, computed in pieces of a long row's tokens.
 
 As in ALST's tiled MLP (Bekman et al. 2025, arXiv 2506.13996), forward and backward: what is as wide as the MLP is there
-for one piece at a time. The backward pass computes each piece again, and the recomputation of its block ends before
-them, so products are as many as without pieces; but a quantized weight is decoded for each.
+for one piece at a time. The backward pass computes each piece again, and activation checkpointing of its block ends
+before them, so products are as many as without pieces; but a quantized weight is decoded for each.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps x, which may need no gradient. What a block recomputes ends with it."""
+    """Keeps x, which may need no gradient. Activation checkpointing of a block ends with it."""
 
     @staticmethod
     def forward(ctx: Any, always: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -262,7 +262,7 @@ class _DecodedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, product: FrozenProduct) -> torch.Tensor:
         # FSDP2 refills the same gathered tensors before the backward pass. In an attribute, instead of through
-        # save_for_backward, activation checkpointing does not have to recompute them.
+        # save_for_backward, activation checkpointing does not have to compute them again.
         ctx.product = product
         (y,) = product.multiply(x.flatten(0, -2))
         return y.view(*x.shape[:-1], y.shape[-1])

@@ -156,7 +156,7 @@ def _multiply(
 
 
 class _Keeper(torch.autograd.Function):
-    """Keeps x and shares for the product, so that a recomputed block need not multiply again what it ends with."""
+    """Keeps x and shares for the product, so that checkpointing need not multiply again what a block ends with."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shares: torch.Tensor | None, *weights: torch.Tensor | None) -> torch.Tensor:
