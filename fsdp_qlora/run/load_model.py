@@ -35,8 +35,7 @@ from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
-from fsdp_qlora.sharding.recompute import wrap_blocks
-from fsdp_qlora.sharding.reference import ReferencePass
+from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, log_probabilities

@@ -1,6 +1,7 @@
-"""Activation checkpointing of decoder blocks, which can be switched between steps."""
+"""Decoder blocks that recompute, switched between steps, and that compute a reference beside the policy."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.insert import adapter_modules
+from fsdp_qlora.adapters.insert import adapted_layers, adapter_modules, as_at_start
 from fsdp_qlora.model.fused import set_save_inputs_only
 from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.sharding.host_memory import InputStore
@@ -20,7 +21,7 @@ class RecomputedBlock(ActivationWrapper):
 
     is_on: if False, everything is kept and nothing is recomputed. Results are the same to the bit.
     store: where the input is kept on the host; None if it stays on the device.
-    follow: called with this block, its output, and its arguments while its weights are there (sharding/reference.py).
+    follow: called with this block, its output, and its arguments while its weights are there (`ReferencePass`).
     """
 
     is_on = True
@@ -83,3 +84,43 @@ def adapter_owners(block: nn.Module) -> list[nn.Module]:
     """
     adapters, own = adapter_modules(block), unwrapped(block)
     return [own] if adapters and own is not block else adapters
+
+
+class ReferencePass:
+    """Computes the hidden states of the model that training started from, in the policy's own forward pass.
+
+    A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and of
+    its hidden states one block's are there at a time. Behind the last block they follow the policy's in the batch
+    dimension, so that the model's own code computes the rest, which has no adapters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
+        self._hidden: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def beside_policy(self) -> Iterator[None]:
+        """In this block of code a forward pass of the model gives [2 * B, T, H]: policy, then reference."""
+        for block in self._adapted:
+            block.follow = self._follow
+        try:
+            yield
+        finally:
+            self._hidden = None
+            for block in self._adapted:
+                block.follow = None
+
+    def _follow(self, block: RecomputedBlock, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """After a block's own forward pass."""
+        hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
+        # Not the block's __call__: FSDP2 and other hooks have done their work for this pass.
+        with torch.no_grad(), as_at_start(self._adapted[block]):
+            found = unwrapped(block).forward(hidden, *args[1:], **kwargs)
+        found = found if isinstance(found, torch.Tensor) else found[0]
+        is_last = block is next(reversed(self._adapted))
+        self._hidden = None if is_last else found
+        if not is_last:
+            return output
+        if isinstance(output, torch.Tensor):
+            return torch.cat([output, found])
+        return torch.cat([output[0], found]), *output[1:]

@@ -17,7 +17,7 @@ from fsdp_qlora.model.attention import attending
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.sharding.reference import ReferencePass
+from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.head_loss import HeadLoss, loss_of_logits

@@ -32,7 +32,7 @@ _FP16_SCALE = 2.0**10
 
 # ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
 # reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
-# (sharding/reference.py).
+# (sharding/recompute.py).
 HeadLoss = Callable[..., torch.Tensor]
 
 
@@ -88,11 +88,8 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
         policy, *reference = hidden.split(len(targets))
-        losses = [chunked_loss(policy, weight, bias, targets, form, shared, reduction="none")]
-        losses += [
-            chunked_loss(each.detach(), weight, bias, targets, form, shared, reduction="none") for each in reference
-        ]
-        return torch.stack(losses)
+        parts = [policy, *(each.detach() for each in reference)]
+        return torch.stack([chunked_loss(x, weight, bias, targets, form, shared, reduction="none") for x in parts])
 
     def loss_of_tokens(
         self: PreTrainedModel,

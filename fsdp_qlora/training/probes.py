@@ -19,7 +19,7 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
-from fsdp_qlora.sharding.reference import ReferencePass
+from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 

@@ -205,8 +205,7 @@ def test_an_adapter_of_preferences_answers_and_is_merged_and_converted(models: M
 
 
 def test_the_reference_takes_no_graph_and_one_blocks_hidden_states() -> None:
-    from fsdp_qlora.sharding.recompute import recomputed_blocks, wrap_blocks
-    from fsdp_qlora.sharding.reference import ReferencePass
+    from fsdp_qlora.sharding.recompute import ReferencePass, recomputed_blocks, wrap_blocks
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
