@@ -129,7 +129,7 @@ def read_question(row: Row) -> Fields:
 
 
 def read_text(row: Row) -> Rendered:
-    return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True, is_document=True)
+    return Rendered([Segment(text_of(row, "text"), learned=True)], "document")
 
 
 def read_guanaco(row: Row) -> Rendered:
@@ -145,7 +145,7 @@ def read_guanaco(row: Row) -> Rendered:
         rest = rest[len(answer) :]
     if not segments:
         raise BadRow(f"no {ASSISTANT} in the text")
-    return Rendered(segments + [Segment(rest, learned=False)] * bool(rest.strip()), is_joint=True)
+    return Rendered(segments + [Segment(rest, learned=False)] * bool(rest.strip()), "text")
 
 
 def is_guanaco(row: Row) -> bool:
@@ -169,7 +169,7 @@ def read_tokens(row: Row) -> Rendered:
     learned = np.ones(len(ids), dtype=np.bool_) if labels is None else np.array(labels) != -100
     for mask in masks:
         learned &= np.array(mask) != 0
-    return Rendered(ids=ids, learned=learned.tolist())
+    return Rendered(kind="tokens", ids=ids, learned=learned.tolist())
 
 
 def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | None:

@@ -25,7 +25,7 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")
-    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
+    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], "text")
 
 
 def read_pair(row: Row) -> PreferenceRow:

@@ -77,14 +77,11 @@ class Renderer:
             first, *others = self._render(dataclasses.replace(content, notes=()), worker)
             return [dataclasses.replace(first, notes=content.notes + first.notes), *others]
         if isinstance(content, Fields):
-            content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), is_filled=True)
+            content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), "template")
         if isinstance(content, Chat):
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
-            return [
-                Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
-                for number, segments in enumerate(rows)
-            ]
+            return [Rendered(segments, "chat", notes=() if number else notes) for number, segments in enumerate(rows)]
         if isinstance(content, PreferenceRow):
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -353,19 +353,18 @@ class Chat:
         return [turn for turn in (turns[-1:] if learn == "last" else turns) if weights[turn] != 0]
 
 
+Kind = Literal["segments", "template", "text", "document", "chat", "tokens"]
+"""How a row is tokenized: each segment for itself (those of a filled prompt template, too); a text as a whole, as it is
+when the model is used; a document likewise, with rows for what the context has no room for; a chat with the tokens that
+begin and end it; or not at all."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A row as text, or as tokens."""
 
     segments: Sequence[Segment] = ()
-    is_joint: bool = False
-    """Whether the text is tokenized as a whole, as it is when the model is used, where no token crosses a boundary."""
-    is_templated: bool = False
-    """Whether the text has the tokens that begin and end it, as a chat template writes them."""
-    is_filled: bool = False
-    """Whether it is a filled prompt template."""
-    is_document: bool = False
-    """Whether what does not fit in the context is another row, so that nothing is cut."""
+    kind: Kind = "segments"
     ids: Sequence[int] = ()
     """Token ids, as the row has them, instead of segments."""
     learned: Sequence[bool] = ()

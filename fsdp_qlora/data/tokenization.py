@@ -74,8 +74,8 @@ def tokenize_batch(
         The tokenized rows, and the tokens of each before it was cut.
     """
     rendered = _render(rows, row_format, renderer, report)
-    report.is_chat |= any(row.is_templated for _, row in rendered)
-    report.is_filled |= any(row.is_filled for _, row in rendered)
+    report.is_chat |= any(row.kind == "chat" for _, row in rendered)
+    report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     if row_format.row_kind == PAIRS:
         encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
@@ -213,28 +213,19 @@ def encode(
 ) -> Iterator[EncodedRow]:
     """Tokenize (number, row) pairs, in their order."""
     encoders = {
-        kind: encoder([row for _, row in rendered if _kind(row, tokenizer) == kind], tokenizer)
+        kind: encoder([row for _, row in rendered if row.kind == kind], tokenizer)
         for kind, encoder in _ENCODERS.items()
     }
     for number, row in rendered:
-        ids, learned, notes = next(encoders[_kind(row, tokenizer)])
+        ids, learned, notes = next(encoders[row.kind])
         # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
-        starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.is_document else range(1)
-        num_cut = 0 if row.is_document else len(ids[context_length:])
+        starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
+        num_cut = 0 if row.kind == "document" else len(ids[context_length:])
         for start in starts:
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
             kept_ids = np.array(ids[kept], dtype=np.int32)
             yield EncodedRow(number, kept_ids, learned[kept].copy(), num_cut, noted, desired=row.desired)
-
-
-def _kind(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> str:
-    if row.ids:
-        return "tokens"
-    if row.is_templated:
-        return "templated"
-    # A tokenizer in Python gives no offsets of its tokens in the text; it gets segments one by one.
-    return "joint" if row.is_joint and tokenizer.is_fast else "apart"
 
 
 def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
@@ -258,8 +249,9 @@ def _encode_joint(
     rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase, *, templated: bool
 ) -> Iterator[Encoded]:
     """The whole text at once, as it is tokenized when the model is used, unless a token would span a boundary."""
-    if not tokenizer.is_fast:
-        yield from ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
+    if not tokenizer.is_fast:  # one in Python gives no offsets of its tokens in the text
+        pieces = ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
+        yield from pieces if templated else _encode_apart(rows, tokenizer)
         return
     texts = ["".join(segment.text for segment in row.segments) for row in rows]
     options = {"return_offsets_mapping": True, "verbose": False}
@@ -281,10 +273,10 @@ def _encode_joint(
 
 
 _ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Iterator[Encoded]]] = {
+    **dict.fromkeys(("segments", "template"), _encode_apart),
+    **dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False)),
+    "chat": partial(_encode_joint, templated=True),
     "tokens": _encode_tokens,
-    "apart": _encode_apart,
-    "joint": partial(_encode_joint, templated=False),
-    "templated": partial(_encode_joint, templated=True),
 }
 
 

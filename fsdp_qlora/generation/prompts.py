@@ -71,7 +71,7 @@ class PromptFormat:
             text = "\n".join(
                 [*(message["content"] for message in asked.messages), *[asked.context] * bool(asked.context)]
             )
-            rendered = Rendered([Segment(text, learned=True)], is_joint=True)
+            rendered = Rendered([Segment(text, learned=True)], "text")
         [row] = encode([(0, rendered)], self._tokenizer, 10**9)
         return [int(token) for token in row.ids[:-1]]  # without the end token
 
