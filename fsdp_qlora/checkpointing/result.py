@@ -18,8 +18,6 @@ from fsdp_qlora.storage.files import FileRecord, flush, flush_files
 log = logging.getLogger("fsdp_qlora")
 
 _SAID_FROM = 2**32  # bytes: hashing a whole model takes a minute or more
-# Every result has one of these; earlier versions did not write result.json.
-_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
 
 def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
@@ -101,7 +99,7 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
-        return None if only is not None or _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
+        return None if only is not None else f"{RESULT} is not there"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
@@ -114,7 +112,3 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
     except DamagedCheckpoint as error:
         return str(error)
     return None
-
-
-def _has_weights(output_dir: Path) -> bool:
-    return any((output_dir / name).is_file() and (output_dir / name).stat().st_size for name in _WEIGHTS)
