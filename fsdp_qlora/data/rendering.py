@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, get_type_hints
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, PreferenceRow, Rendered, Segment
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, PreferenceRow, Rendered, Row, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
@@ -41,24 +41,26 @@ class Renderer:
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
-    def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
-        """Render rows, spread over the workers; of each what `render` returns, or the BadRow that it raises."""
+    def render_all(self, rows: Sequence[Row], read: Callable[[Row], Content]) -> list[list[Rendered] | BadRow]:
+        """Read and render rows, spread over the workers; of each what `render` returns, or why it cannot be used."""
 
         def render_share(first: int) -> list[list[Rendered] | BadRow]:
-            return [self._rendered(content, self._workers[first]) for content in contents[first::num]]
+            return [self._rendered(row, read, self._workers[first]) for row in rows[first::num]]
 
-        num = len(self._workers) if len(contents) >= _WORTH_WORKERS else 1
-        found: list[list[Rendered] | BadRow] = [[]] * len(contents)
+        num = len(self._workers) if len(rows) >= _WORTH_WORKERS else 1
+        found: list[list[Rendered] | BadRow] = [[]] * len(rows)
         with ThreadPoolExecutor(num) as threads:
             for first, share in enumerate(threads.map(render_share, range(num))):
                 found[first::num] = share
         return found
 
-    def _rendered(self, content: Content, worker: TemplateWorker) -> list[Rendered] | BadRow:
+    def _rendered(self, row: Row, read: Callable[[Row], Content], worker: TemplateWorker) -> list[Rendered] | BadRow:
         try:
-            return self.render(content, worker)
+            return self.render(read(row), worker)
         except BadRow as reason:
             return reason
+        except RecursionError:
+            return BadRow("nested too deeply")
 
     def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.

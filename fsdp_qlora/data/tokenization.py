@@ -129,16 +129,9 @@ def _render(
     rows: Sequence[tuple[int, Row]], row_format: Format, renderer: Renderer, report: DataReport
 ) -> list[tuple[int, Rendered]]:
     """(number, text or tokens) of the rows that can be used. The others are in the report."""
-    read = []
-    for number, row in rows:
-        try:
-            read.append((number, row_format.read(row)))
-        except BadRow as reason:
-            report.reject(number, str(reason))
-        except RecursionError:
-            report.reject(number, "nested too deeply")
     rendered: list[tuple[int, Rendered]] = []
-    for (number, _), made in zip(read, renderer.render_all([content for _, content in read]), strict=True):
+    found = renderer.render_all([row for _, row in rows], row_format.read)
+    for (number, _), made in zip(rows, found, strict=True):
         if isinstance(made, BadRow):
             report.reject(number, str(made))
         else:

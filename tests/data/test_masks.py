@@ -122,13 +122,13 @@ def test_a_turn_of_weight_0_is_only_read(tags: str, weight: dict[str, Any]) -> N
 
 def test_workers_fill_the_same_rows_in_the_same_order() -> None:
     tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
-    contents = [row_format.read({"messages": turns(f"hi {i}", f"go {i}")}) for i in range(250)]
-    contents[77] = Chat([{"role": "user", "content": "so"}])
+    rows: list[dict[str, Any]] = [{"messages": turns(f"hi {i}", f"go {i}")} for i in range(250)]
+    rows[77] = {"messages": [{"role": "user", "content": "so"}]}
     found = []
     workers = [WORKER, TemplateWorker()]
     for some in (workers[:1], workers):
         renderer = Renderer(tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, some)
-        found.append(renderer.render_all(contents))
+        found.append(renderer.render_all(rows, row_format.read))
     workers[1].close()
     assert str(found[0].pop(77)) == str(found[1].pop(77)) and found[0] == found[1]
     assert len({str(rows) for rows in found[0]}) == 249
