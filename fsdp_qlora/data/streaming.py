@@ -26,7 +26,6 @@ from fsdp_qlora.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 Item = TypeVar("Item")
-Tokenize = Callable[[Iterable[Entry]], tuple[TokenizedRows, DataReport]]
 
 
 @dataclass(frozen=True)
@@ -44,32 +43,24 @@ class StreamPosition:
     taken: int = 0
 
 
+@dataclass(eq=False)
 class RowStream:
-    """The rows of a dataset, epoch after epoch without an end.
+    """The rows of a dataset, epoch after epoch without an end."""
 
-    Args:
-        tokenize: makes the rows of a block tokens; called in a thread of its own.
-        used: the columns that are needed.
-        block_rows: rows that are shuffled together.
-        max_bad_rows: the share of the rows so far that may be left out.
-        num_rows: of an epoch, those that cannot be used included; None if unknown.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        tokenize: Tokenize,
-        *,
-        used: ChooseColumns,
-        block_rows: int,
-        seed: int,
-        max_bad_rows: float,
-        num_rows: int | None,
-    ) -> None:
-        self.source, self.tokenize, self.used, self.num_rows = source, tokenize, used, num_rows
-        self.block_rows, self.seed, self.max_bad_rows = block_rows, seed, max_bad_rows
-        self._num_read = self._num_bad = 0
-        self._rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
+    source: Source
+    tokenize: Callable[[Iterable[Entry]], tuple[TokenizedRows, DataReport]]
+    """Makes the rows of a block tokens; called in a thread of its own."""
+    used: ChooseColumns
+    block_rows: int
+    """Rows that are shuffled together."""
+    seed: int
+    max_bad_rows: float
+    """The share of the rows so far that may be left out."""
+    num_rows: int | None
+    """Rows of an epoch, those that cannot be used included; None if unknown."""
+    _num_read: int = 0
+    _num_bad: int = 0
+    _rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
