@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,35 +50,27 @@ class _Save:
     made_progress: bool = False
 
 
+@dataclass(eq=False)
 class Saver:
-    """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes.
+    """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes."""
 
-    Args:
-        root: the folder of the checkpoints.
-        identity: of the run, stored in every checkpoint.
-        save_total_limit: number of newest checkpoints to keep, in addition to the best by held-out loss.
-        saved_step: the newest existing checkpoint, -1 for none.
-        max_failing_seconds: how long saving may fail before the run ends.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        state: TrainState,
-        ranks: Ranks,
-        *,
-        identity: Mapping[str, Any],
-        save_total_limit: int,
-        saved_step: int = -1,
-        max_failing_seconds: float = math.inf,
-    ) -> None:
-        self.root, self.state, self.ranks, self.identity = root, state, ranks, identity
-        self.save_total_limit, self.saved_step = save_total_limit, saved_step
-        self.max_failing_seconds = max_failing_seconds
-        self.seconds = 0.0  # of the last save, until it was published
-        self._failing_since: float | None = None
-        self._save: _Save | None = None  # the one that is being written
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    root: Path
+    """The folder of the checkpoints."""
+    state: TrainState
+    ranks: Ranks
+    identity: Mapping[str, Any]
+    """Of the run, stored in every checkpoint."""
+    save_total_limit: int
+    """Newest checkpoints to keep, in addition to the best by held-out loss."""
+    saved_step: int = -1
+    """The newest existing checkpoint, -1 for none."""
+    max_failing_seconds: float = math.inf
+    """How long saving may fail before the run ends."""
+    seconds: float = 0.0
+    """Of the last save, until it was published."""
+    _failing_since: float | None = None
+    _save: _Save | None = None  # the one that is being written
+    _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="checkpoint"))
 
     def save(self, progress: Progress, *, until_published: bool = True) -> bool:
         """Save a checkpoint of this step, unless there is one; returns whether there is one now.
