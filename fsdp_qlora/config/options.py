@@ -389,7 +389,7 @@ class TrainConfig:
 
     @property
     def row_kind(self) -> RowKind:
-        """What the objective learns from."""
+        """The kind of rows that the objective learns from."""
         return OBJECTIVES[self.objective].row_kind
 
     def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:

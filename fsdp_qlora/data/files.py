@@ -102,7 +102,7 @@ def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedR
 
 
 def count_lines(path: Path) -> int:
-    """How many lines are not blank."""
+    """The number of lines that are not blank."""
     with open_file(path) as file:
         return sum(not line.isspace() for line in _lines(path, file))
 
@@ -274,7 +274,7 @@ class FileKind(NamedTuple):
     """How to read a kind of file."""
 
     unit: str
-    """What its rows are numbered by: "line" or "row"."""
+    """The unit of a row's number: "line" or "row"."""
     read: Callable[[Path, ChooseColumns, int], NumberedRows]
     """Takes the path, the columns that are used, and a number of rows that may be skipped."""
     count_rows: Callable[[Path], int] | None = None
@@ -334,7 +334,7 @@ def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: in
 
 
 def count_rows(path: Path, kind: FileKind) -> int:
-    """How many rows a file has, those that cannot be used included. Raises UserError."""
+    """The number of a file's rows, those that cannot be used included. Raises UserError."""
     return kind.count_rows(path) if kind.count_rows is not None else sum(1 for _ in read_file(path, kind))
 
 

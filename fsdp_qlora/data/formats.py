@@ -32,13 +32,13 @@ class Format:
     optional_columns: tuple[str, ...]
     """Columns that are used where they are present."""
     read: Callable[..., Content]
-    """What the row holds; of ratings, told by --rating_threshold. Raises BadRow."""
+    """Reads a row's content; that of ratings takes --rating_threshold too. Raises BadRow."""
     template: prompts.PromptTemplate = prompts.TEMPLATES["alpaca"]
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
-    """What one of the first rows must be too, where the columns alone do not tell the format."""
+    """Tests the first rows, one of which must pass, where the columns alone do not tell the format."""
     row_kind: RowKind = TEXTS
-    """What a row is, for objectives."""
+    """The kind of rows for objectives."""
 
     def renames(self, columns: Collection[str]) -> dict[str, str]:
         """The columns that are used: their name -> the format's, in any case; none if one that it needs is missing."""
@@ -291,7 +291,7 @@ class Reading(NamedTuple):
 
 
 class AskedFormat(NamedTuple):
-    """What the options say of a dataset's format.
+    """The format of a dataset as the options name it.
 
     name: a key of FORMATS, or "auto" for the first that fits. renames: of `parse_columns`.
     """
@@ -333,7 +333,7 @@ class AskedFormat(NamedTuple):
         )
 
     def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
-        """What `find` returns; None if no format fits."""
+        """Find the format, or None if no format fits."""
         for name, names in self._fitting(columns):
             recognizes = FORMATS[name].recognizes if self.name == "auto" else None
             named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
@@ -431,7 +431,7 @@ _SEEM = {
 
 
 def advise(rows: Sequence[Row], works: Callable[[Sequence[str]], bool]) -> str:
-    """What to do about rows of no known format: --columns with which they `works`, or else what they seem to be."""
+    """Advise on rows of no known format: --columns with which it `works`, or else what they seem to be."""
     if found := next(filter(works, _candidates(rows)), None):
         return f"Say which column is which, such as --columns {shlex.join(found)}"
     row = json.dumps(rows[0], ensure_ascii=False, default=str)

@@ -68,7 +68,7 @@ class DataOptions:
 
     @property
     def row_kind(self) -> RowKind:
-        """What the objective learns from."""
+        """The kind of rows that the objective learns from."""
         return OBJECTIVES[self.objective].row_kind
 
     @property
@@ -84,7 +84,7 @@ class RunData:
     """The rows of a run."""
 
     train: TokenizedRows
-    """Of a stream the first rows, to look at."""
+    """All rows; the first ones of a stream, to look at."""
     train_rows: np.ndarray
     """Indices of the rows of `train` to train on, int64."""
     evaluation: TokenizedRows = NO_ROWS
@@ -94,7 +94,7 @@ class RunData:
     """For the result's card, as JSON. data: name, format and number of rows of each dataset; eval_data: the same;
     prompt: as `prompt_record`, of the first dataset."""
     reports: tuple[DataReport, ...] = ()
-    """What became of the rows of each dataset to train on; of a stream, of its first rows."""
+    """The reports on each dataset to train on; on the first rows of a stream."""
     eval_reports: tuple[DataReport, ...] = ()
     mixture: Mixture | None = None
     """The datasets' parts in an epoch, if they have weights."""

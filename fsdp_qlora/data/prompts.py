@@ -103,7 +103,7 @@ CHAT = "chat"  # the model's own chat template, for instructions too
 
 @dataclass(frozen=True)
 class ChosenTemplate:
-    """What --prompt_template says. Without it each format has its own, and chats the model's."""
+    """The template that --prompt_template names. Without it each format has its own, and chats the model's."""
 
     name: str | None = None
     prompt: PromptTemplate | None = None

@@ -36,7 +36,7 @@ class SourceFile:
     name: str
     """The file's name within the dataset's folder."""
     unit: str
-    """What n counts: "line" or "row", both from 1."""
+    """The unit of n: "line" or "row", both from 1."""
     offset: int = 0
 
 
@@ -188,7 +188,7 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
 
 @dataclass
 class DataReport:
-    """What became of a dataset's rows. The cache keeps it with them."""
+    """Counts of a dataset's rows that were used, cut or left out. The cache keeps it with them."""
 
     origin: str
     """The path or name of the dataset."""
@@ -207,7 +207,7 @@ class DataReport:
     rejected: dict[str, list[int]] = field(default_factory=dict)
     """The reason -> the numbers of the rows that were left out for it."""
     notes: dict[str, list[int]] = field(default_factory=dict)
-    """What is odd -> the numbers of the rows, which are used."""
+    """An oddity -> the numbers of the rows that have it, which are used."""
     unused_columns: list[str] = field(default_factory=list)
     length_of_99_percent: int = 0
     """The tokens that 99% of the rows have at most, before any is cut."""
@@ -331,7 +331,7 @@ class Fields:
     history: tuple[tuple[str, str], ...] = ()
     """Earlier (instruction, response) pairs."""
     notes: tuple[str, ...] = ()
-    """What is odd about the row, though it is used."""
+    """Oddities of the row, which is used."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Chat:
     """Each with `role`; `content`, `tool_calls` or both; and what else chat templates know."""
     tools: list[dict[str, Any]] | None = None
     weights: tuple[int | None, ...] = ()
-    """Of each message: 1 or 0 where the row says whether it is learned, None where it does not."""
+    """1 or 0 for a message of which the row says whether it is learned, None for others."""
     unused: tuple[str, ...] = ()
     """Names of what turns have besides."""
 
@@ -368,11 +368,11 @@ class Rendered:
     ids: Sequence[int] = ()
     """Token ids, as the row has them, instead of segments."""
     learned: Sequence[bool] = ()
-    """Of each of these tokens."""
+    """Whether each of these tokens is learned."""
     desired: bool | None = None
     """The label of a row that has one."""
     notes: tuple[str, ...] = ()
-    """What is odd about the row, though it is used."""
+    """Oddities of the row, which is used."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Part:
 
     name: str
     unit: str
-    """As in SourceFile."""
+    """The unit of a row's number, see SourceFile."""
     read: Callable[[ChooseColumns, int], NumberedRows]
     """The rows after a number."""
 

@@ -49,9 +49,9 @@ class EncodedRow(NamedTuple):
     num_cut: int = 0
     """Tokens that were cut off."""
     notes: tuple[str, ...] = ()
-    """What is odd about the row, though it is used."""
+    """Oddities of the row, which is used."""
     split: int | None = None
-    """Where the second of two answers begins."""
+    """The index of the second answer's first token."""
     desired: bool | None = None
     """The label of a row that has one."""
 
