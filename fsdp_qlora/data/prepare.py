@@ -396,7 +396,7 @@ def check_report(report: DataReport, options: DataOptions) -> None:
     num_bad = report.num_rejected - (0 if counts_too_long else report.num_too_long)
     advice = report.describe_cut(options.context_length)
     if is_empty or num_bad > allowed * report.num_rows:
-        lines = [line for reason, line in report.first_places() if counts_too_long or reason != NO_ROOM]
+        lines = [line for reason, line in report.describe_rejected().items() if counts_too_long or reason != NO_ROOM]
         if len(lines) > NUMBERS_SHOWN:
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
         cure = "raise --context_length" if report.num_too_long == num_bad else "raise --max_bad_rows"
@@ -405,7 +405,7 @@ def check_report(report: DataReport, options: DataOptions) -> None:
             f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())
-    for line in report.describe_rejected():
+    for line in report.describe_rejected().values():
         log.warning("Rows left out, %s", line)
     for line in [*report.describe_notes(), *advice]:
         log.warning("%s", line)

@@ -242,14 +242,6 @@ class DataReport:
         reasons = sorted((number, reason) for reason, numbers in self.rejected.items() for number in numbers)
         return [(self._locate([number]), reason) for number, reason in reasons]
 
-    def first_places(self) -> list[tuple[str, str]]:
-        """(reason, a line with the first row that was left out for it, and how many others were)."""
-        found = []
-        for reason, numbers in sorted(self.rejected.items(), key=lambda item: item[1]):
-            more = f" (and {len(numbers) - 1:,} more)" if len(numbers) > 1 else ""
-            found.append((reason, f"{self._locate(numbers[:1])}: {reason}{more}"))
-        return found
-
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
         apart = f" and {self.num_apart:,} pieces of them" if self.num_apart else ""
@@ -260,8 +252,8 @@ class DataReport:
         )
         return fit(text, self.origin)
 
-    def describe_rejected(self) -> list[str]:
-        """One line for each reason, with the first rows it applies to."""
+    def describe_rejected(self) -> dict[str, str]:
+        """A line for each reason, with the first rows that were left out for it."""
         return self._lines(self.rejected)
 
     def describe_notes(self) -> list[str]:
@@ -269,7 +261,7 @@ class DataReport:
         names, more = [fit(name) for name in self.unused_columns[:_NAMED]], len(self.unused_columns) - _NAMED
         unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: {', '.join(names)}"
         unused += f" and {more:,} more" if more > 0 else ""
-        return [*([unused] if names else []), *self._lines(self.notes)]
+        return [*([unused] if names else []), *self._lines(self.notes).values()]
 
     def describe_cut(self, context_length: int) -> list[str]:
         """A line of advice where many tokens are cut or prompts fill the context."""
@@ -294,12 +286,12 @@ class DataReport:
             places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
         return "; ".join(places)
 
-    def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
-        return [
-            f"{len(numbers):,} x {reason}: {self._locate(numbers[:NUMBERS_SHOWN])}"
-            + (", ..." if len(numbers) > NUMBERS_SHOWN else "")
-            for reason, numbers in rows.items()
-        ]
+    def _lines(self, rows: Mapping[str, list[int]]) -> dict[str, str]:
+        found = {}
+        for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
+            places = self._locate(numbers[:NUMBERS_SHOWN]) + ", ..." * (len(numbers) > NUMBERS_SHOWN)
+            found[what] = f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1)
+        return found
 
 
 # --- what a format reads from a row, before a template turns it into text: one of `Content` ---

@@ -566,11 +566,11 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
         tokenized, report = prepare(path, max_bad_rows=0.08)
     assert report.rejected == rejected
     assert (len(tokenized), report.num_used, report.num_rows) == (94, 94, 102)
-    assert f"3 x empty output: {path}:1, 2, 7" in caplog.text
+    assert f"{path}:1, 2, 7: empty output (3 rows)" in caplog.text
     # Now from the cache, whose file does not make the limit void.
     for options, limit in (({"max_bad_rows": 0.07}, "allowed are 7.0%"), ({"max_bad_rows": 0.0}, "allowed are 0.0%")):
         with pytest.raises(
-            UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:1: empty output .and 2 more"
+            UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:1, 2, 7: empty output .3 rows"
         ):
             prepare(path, **options)
 

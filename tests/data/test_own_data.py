@@ -70,7 +70,7 @@ def test_a_chat_that_ends_its_process_twice_is_kept_in_no_cache(
     with monkeypatch.context() as patch:
         patch.setattr(WORKER, "_exchange", lambda line: ("", -9) if '"so"' in line else exchange(line))
         data, said = prepare(path, max_bad_rows=0.5)
-        assert len(data.train) == 1 and "have ended at it, the last by signal 9: " in said
+        assert len(data.train) == 1 and "have ended at it, the last by signal 9" in said
     assert len(prepare(path, max_bad_rows=0.5)[0].train) == 2  # the machine has room again
     assert len(list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))) == 1
 
