@@ -23,8 +23,7 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.bnb_4bit import take_packed
-from fsdp_qlora.quantizers.experts import loops_over_experts
-from fsdp_qlora.quantizers.routed import is_transposed
+from fsdp_qlora.quantizers.routed import is_transposed, loops_over_experts
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -19,7 +19,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
 from fsdp_qlora.model import models
 from fsdp_qlora.output.text import format_bytes
-from fsdp_qlora.quantizers.experts import route_experts
+from fsdp_qlora.quantizers.routed import route_experts
 from fsdp_qlora.storage.files import free_disk, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 

@@ -17,7 +17,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
 from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitWeight, quantize_blocks, take_packed
-from fsdp_qlora.quantizers.experts import quantizable_weights
+from fsdp_qlora.quantizers.routed import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 

@@ -20,8 +20,7 @@ from fsdp_qlora.model.fused import fuse_modules
 from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import PackedFormat
-from fsdp_qlora.quantizers.experts import quantizable_weights, route_experts
-from fsdp_qlora.quantizers.routed import experts_forward
+from fsdp_qlora.quantizers.routed import experts_forward, quantizable_weights, route_experts
 from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.sharding.model_parts import ModelParts
 

@@ -24,7 +24,7 @@ from fsdp_qlora.adapters.first_values import Values, saved_parameters
 from fsdp_qlora.checkpointing.result import cannot_save, publish_files, record_result, write_with_room
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model.models import canonical_name, persistent_buffers
-from fsdp_qlora.quantizers.experts import expert_parameters
+from fsdp_qlora.quantizers.routed import expert_parameters
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.model.direct_weights import read_directly
-from fsdp_qlora.quantizers.experts import expert_parameters
+from fsdp_qlora.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.tiny import PROBE, SIZES, flags, make_rows, read_metrics, train_ok, write_rows
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
-from fsdp_qlora.quantizers.experts import expert_parameters, route_experts, router_linears
+from fsdp_qlora.quantizers.routed import expert_parameters, route_experts, router_linears
 from fsdp_qlora.results import save as saving
 from fsdp_qlora.storage import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
