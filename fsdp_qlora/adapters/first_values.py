@@ -149,16 +149,23 @@ def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, to
         yield name, values.whole(parameter)
 
 
-@torch.no_grad()
 def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tensor:
-    """W - s B A for `values`, the elements of the flattened W from `start` on, float32. Called on every rank."""
+    """`subtract_product` of the layer's first A and B. Called on every rank."""
     assert layer.subtracted is not None
-    lora_A, lora_B = (factor.whole().to(values.device, torch.float64) for factor in layer.subtracted)
-    columns = lora_A.shape[1]
+    lora_A, lora_B = (factor.whole().to(values.device) for factor in layer.subtracted)
+    return subtract_product(values, start, lora_A, lora_B, layer.lora.scaling)
+
+
+@torch.no_grad()
+def subtract_product(
+    values: torch.Tensor, start: int, lora_A: torch.Tensor, lora_B: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """W - s B A for `values`, the elements of the flattened W from `start` on, computed in float64, as float32."""
+    lora_A, lora_B, columns = lora_A.double(), lora_B.double(), lora_A.shape[1]
     stop, rows = start + values.numel(), max(1, _PIECE // columns)
     rest = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     for row in range(start // columns, -(-stop // columns), rows):
-        update = (torch.mm(lora_B[row : row + rows], lora_A) * layer.lora.scaling).flatten()
+        update = (torch.mm(lora_B[row : row + rows], lora_A) * scaling).flatten()
         begin = row * columns
         first, last = max(start, begin), min(stop, begin + update.numel())
         rest[first - start : last - start] = values[first - start : last - start] - update[first - begin : last - begin]

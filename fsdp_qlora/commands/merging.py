@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from fsdp_qlora.adapters.first_values import subtract_product
 from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
@@ -87,15 +88,10 @@ class LowRankUpdate:
         return values
 
     def reduced(self, values: torch.Tensor) -> torch.Tensor:
-        """A whole weight, flat, + s L0 R0 in float64, where L0 and R0 are the second half of L and R: a base that an
-        adapter of doubled rank was trained on, which is W without its first values (adapters/first_values.py)."""
-        half, columns = self.left.shape[2] // 2, self.right.shape[2]
-        left, right = self.left[0, :, half:].double(), self.right[0, half:].double()
-        parts = []
-        for start, stop in _spans(len(values), columns):
-            update = left[start // columns : stop // columns] @ right
-            parts.append((values[start:stop].double() + update.flatten() * self.scaling).float())
-        return torch.cat(parts)
+        """The base that an adapter of doubled rank was trained on: a whole weight, flat, plus s times the product of
+        the second halves of L and R."""
+        half = self.left.shape[2] // 2
+        return subtract_product(values, 0, self.right[0, half:], -self.left[0, :, half:], self.scaling)
 
     def trained(self) -> "LowRankUpdate":
         """The first half of L and R: what was trained on that base."""

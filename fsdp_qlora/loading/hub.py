@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import free_disk
@@ -118,10 +118,9 @@ def find_model_folder(
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
         raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
     patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
-    later = [] if with_weights or is_preview else _WEIGHTS
 
     def download() -> str:
-        return _snapshot(model_name, patterns, revision, later=later, show_progress=ranks is None or ranks.is_rank_0)
+        return _snapshot(model_name, patterns, revision, later=[] if is_preview else _WEIGHTS)
 
     if ranks is None or store is None:
         return Path(download())
@@ -143,9 +142,7 @@ def fetch_weights(model_name: str, folder: Path, *, ranks: "Ranks", store: "dist
         find_model_folder(model_name, with_weights=True, revision=folder.name, ranks=ranks, store=store)
 
 
-def _snapshot(
-    model_name: str, patterns: list[str], revision: str | None, *, later: list[str], show_progress: bool
-) -> str:
+def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, later: list[str]) -> str:
     """Download the files of these patterns. later: patterns of files that there must be room for too."""
     refusal: Exception | None = None
     try:
@@ -155,8 +152,6 @@ def _snapshot(
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     else:
         _check_download(model_name, info, patterns, later)
-    if not show_progress:
-        disable_progress_bars()
     return _download(model_name, f"model_name {model_name}: there is no such local folder", patterns, refusal, revision)
 
 

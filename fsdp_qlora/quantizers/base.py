@@ -192,7 +192,7 @@ class QuantizedWeight(nn.Module):
         """
         return {}
 
-    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+    def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
         """Load or check the bytes of one tensor of `stored_whole`, called `name`. Raises UserError if it differs."""
         raise NotImplementedError
 

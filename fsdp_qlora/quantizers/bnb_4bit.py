@@ -193,7 +193,7 @@ class Bnb4bitWeight(QuantizedWeight):
         suffix = f"{PACKED_STATE}{self.quant_type}"
         return self._value_tables() | {suffix: torch.frombuffer(text, dtype=torch.uint8)}
 
-    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+    def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
         if suffix.startswith(PACKED_STATE):
             self._load_state(content, name)
             return
