@@ -31,11 +31,6 @@ Factors = tuple[torch.Tensor, torch.Tensor]  # A and B
 _PIECE = 2**22  # weights whose update is computed at a time
 
 
-def reduces_base(init: str) -> bool:
-    """Whether the base becomes W - s B A, so that the adapted layer starts equal to the original one."""
-    return init.startswith(("pissa", "olora"))
-
-
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
     """Refuse initial values for a model that is quantized already, or of more rank than the weight has."""
     if init == "true":

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.adapters.first_values import reduces_base
-from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.adapters.insert import LoraOptions, reduces_base
 from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merging import Changes, MergedModel, PeftFolder, open_adapter, split_ends
 from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights

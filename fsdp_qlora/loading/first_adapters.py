@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.adapters import first_values
-from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
-from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
+from fsdp_qlora.adapters.first_values import adapted_weights
+from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters, reduces_base
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_differences
 from fsdp_qlora.errors import UserError

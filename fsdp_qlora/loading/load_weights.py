@@ -156,8 +156,7 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
         store = functools.partial(_store_bytes, layer, stored, weight + suffix)
         targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), wanted, store)
     for suffix in layer.stored_whole():  # which every rank reads whole, and checks
-        store = functools.partial(layer.load_whole, suffix, weight + suffix)
-        targets[weight + suffix] = _Target(None, None, lambda values, _, store=store: store(values))
+        targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
     return targets
 
 
@@ -167,6 +166,10 @@ def _store_bytes(
     if stored.form.dtype.is_floating_point:
         check_finite(values.view(stored.form.dtype), name)
     write_bytes(getattr(layer, stored.parameter), values)
+
+
+def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+    layer.load_whole(suffix, name, values)
 
 
 def _plain(parameter: nn.Parameter) -> _Target:

@@ -10,8 +10,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp_qlora.adapters.first_values import check_init
-from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, keep_start, train_in_full
-from fsdp_qlora.adapters.peft_format import check_fits_peft
+from fsdp_qlora.adapters.insert import (
+    LoraOptions,
+    add_adapters,
+    add_experts_lora,
+    check_fits_peft,
+    keep_start,
+    train_in_full,
+)
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError

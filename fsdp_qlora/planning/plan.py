@@ -15,10 +15,8 @@ import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_qlora.adapters.first_values import reduces_base
-from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.adapters.insert import LoraOptions, peft_config, reduces_base
 from fsdp_qlora.adapters.peft_folder import read_adapter
-from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.train_types import TrainType

@@ -14,7 +14,8 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
+from fsdp_qlora.adapters.first_values import LiveValues, Values
+from fsdp_qlora.adapters.insert import reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.run_folder import BEST, CARD, CHECKPOINTS, RESULT

@@ -12,8 +12,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, set_magnitudes
-from fsdp_qlora.adapters.insert import fill_start
+from fsdp_qlora.adapters.first_values import initialize_adapters, set_magnitudes
+from fsdp_qlora.adapters.insert import fill_start, reduces_base
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
