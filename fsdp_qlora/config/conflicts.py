@@ -13,7 +13,7 @@ from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import value_text
-from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
@@ -51,8 +51,9 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
         if given and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
-    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
-        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
+    package = PACKAGES.get(kind.quantizer or "")
+    if package and importlib.util.find_spec(package) is None:
+        yield f"--train_type {c.train_type} needs the package {package}: pip install {package}."
 
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:

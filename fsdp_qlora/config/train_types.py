@@ -19,6 +19,9 @@ class TrainType(NamedTuple):
         return self.trains == "new_blocks"
 
 
+# Quantizer -> the package that it needs beside the program's own.
+PACKAGES = {"hqq": "hqq"}
+
 TRAIN_TYPES: dict[str, TrainType] = {
     "full": TrainType(adapter=None, quantizer=None, trains="all"),
     "lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 
 from fsdp_qlora.checkpointing.run_folder import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
-from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.config.train_types import PACKAGES, TrainType
 from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.output.environment import versions
@@ -56,7 +56,7 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    found, shown = versions(), (*_PACKAGES, kind.quantizer)  # hqq is the name of its package too
+    found, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
     record = {
         "format": 1,
         "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
