@@ -118,7 +118,6 @@ class CachedWeights(WeightFiles):
     """
 
     def __init__(self, folder: Path, original: WeightFiles) -> None:
-        self.original = original
         self._descriptors = {}
         try:
             self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
@@ -127,18 +126,14 @@ class CachedWeights(WeightFiles):
                 raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedEntry(str(error)) from error
+        self._entries = {**original._entries, **self._entries}
+        self._tensors = {**original._tensors, **self._tensors}
         self.files = {**original.files, **self.files}
-
-    def shape(self, name: str) -> torch.Size:
-        return super().shape(name) if name in self.checksums else self.original.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return super().dtype(name) if name in self.checksums else self.original.dtype(name)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a tensor; for the entry's tensors these are bytes, with verified checksums."""
         if name not in self.checksums:
-            return self.original.read_flat(name, start, stop)
+            return super().read_flat(name, start, stop)
         size, expected = self.checksums[name]["chunk"], self.checksums[name]["crc32"]
         first = start // size
         begin, end = first * size, min(-(-stop // size) * size, self.shape(name).numel())
@@ -190,9 +185,8 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         with _together(target.parent, mesh):  # the ranks share the work, and read back what all have written
             written = WeightFiles(folder, as_bytes=True)
             checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
-        for part in all_gather_strings(
-            json.dumps(checksums), torch.device(mesh.device_type), mesh["shard"].get_group()
-        ):
+        device, group = torch.device(mesh.device_type), mesh["shard"].get_group()
+        for part in all_gather_strings(json.dumps(checksums), device, group):
             checksums |= json.loads(part)
         description = {
             "format": FORMAT_VERSION,
