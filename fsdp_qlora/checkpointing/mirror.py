@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -93,9 +94,9 @@ class Store:
         """The paths of all files below a folder, relative to it; empty if there is no such folder."""
         with _as_os_error():
             self._system.invalidate_cache()
-            prefix = f"{self._at(folder)}/"
+            prefix = f"{folder}/"
             try:
-                paths: list[str] = self._system.find(self._at(folder))
+                paths: list[str] = self._system.find(folder)
             except FileNotFoundError:
                 return []
         return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
@@ -104,7 +105,7 @@ class Store:
         """The text of a small file, empty if there is none."""
         with _as_os_error():
             try:
-                content: bytes = self._system.cat_file(self._at(file))
+                content: bytes = self._system.cat_file(file)
             except (FileNotFoundError, NotADirectoryError):  # or a file stands where the mirror should be
                 return ""
         return content.decode()
@@ -112,13 +113,13 @@ class Store:
     def put(self, source: Path, folder: str) -> None:
         """Copy the files of `source` into a folder of the store, a manifest last."""
         with _as_os_error():
-            self._system.makedirs(self._at(folder), exist_ok=True)
+            self._system.makedirs(folder, exist_ok=True)
             for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
-                target = self._at(folder, path.name)
+                target = f"{folder}/{path.name}".lstrip("/")
                 written = target if folder else f"{target}.partial"  # the run's own files are replaced atomically
                 self._system.put_file(str(path), written)
-                if isinstance(self._system, LocalFileSystem):
-                    flush(Path(written))
+                if isinstance(self._system.fs, LocalFileSystem):
+                    flush(Path(self._system.path, written))
                 if written != target:
                     self._system.mv(written, target)
 
@@ -128,14 +129,14 @@ class Store:
         for name in self.files(folder):
             if not (target / name).exists():
                 with staged_file(target / name) as partial, _as_os_error():
-                    self._system.get_file(self._at(folder, name), str(partial))
+                    self._system.get_file(f"{folder}/{name}", str(partial))
 
     def delete(self, folder: str) -> None:
         """Delete an existing folder with its content."""
         with _as_os_error():
             with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(self._at(folder, MANIFEST))  # first: what a kill then leaves is no checkpoint
-            self._system.rm(self._at(folder), recursive=True)
+                self._system.rm_file(f"{folder}/{MANIFEST}")  # first: what a kill then leaves is no checkpoint
+            self._system.rm(folder, recursive=True)
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
         """Put folders (path -> source) in order, then delete the outdated ones; in one commit if the store has them."""
@@ -149,17 +150,10 @@ class Store:
             self.delete(folder)
 
     @functools.cached_property
-    def _opened(self) -> tuple[Any, str]:
-        """The file system, and the store's path in it. To open it may be to connect, so it waits for the first use."""
+    def _system(self) -> DirFileSystem:
+        """The file system of the store's folder. To open it may be to connect, so it waits for the first use."""
         system, root = fsspec.core.url_to_fs(self.url)
-        return system, root.rstrip("/")
-
-    @property
-    def _system(self) -> Any:
-        return self._opened[0]
-
-    def _at(self, *parts: str) -> str:
-        return "/".join([self._opened[1], *filter(None, parts)])
+        return DirFileSystem(root.rstrip("/") or root, system)
 
     # --- the same for every kind ---
 
