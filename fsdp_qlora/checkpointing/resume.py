@@ -205,22 +205,28 @@ def choose_start(run: Run) -> Start:
         UserError: the folder holds another run, or none of its checkpoints passes verification.
         RunStopped: an unattended run has been restarted several times without progress.
     """
-    request = run.request
+    request, mirror, copied = run.request, run.mirror, _copied_run(run)
     was_followed = _was_followed(run.output_dir, request)
-    copied = _copied_run(run)
-    if copied and (was_followed or request.resume == "auto"):
-        _take_from_mirror(run, copied)
+    continues = was_followed or request.resume == "auto"
+    if mirror and copied and continues:
+        _take_from_mirror(run, mirror, copied)
     if was_followed:
         log.info(
             "--resume %s was followed by a previous start: the run in %s continues.", request.resume, run.output_dir
         )
-        start = _resume_folder(run, overwrite=False)
-    elif request.resume == "auto":
-        start = _resume_folder(run, overwrite=request.overwrite)
+    if continues:
+        start = _resume_folder(run, overwrite=request.overwrite and not was_followed)
     else:
         start = _start_from(run, request.origin) if request.origin else Start(secrets.token_hex(4))
-    if copied:
-        _tidy_mirror(run, copied, start, is_branch=not was_followed and request.resume != "auto")
+    if mirror and copied and copied["run_id"] != start.run_id:
+        if not request.overwrite:
+            raise UserError(
+                f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
+                "--overwrite_output_dir true to replace them too."
+            )
+        mirror.delete_later_than(-1)
+    elif mirror and copied and not continues:
+        mirror.delete_later_than(start.step)  # an abandoned branch of the run
     return start
 
 
@@ -331,10 +337,9 @@ def _copied_run(run: Run) -> dict[str, Any]:
     return copied
 
 
-def _take_from_mirror(run: Run, copied: Mapping[str, Any]) -> None:
+def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir, mirror, is_here = run.output_dir, run.mirror, is_run(run.output_dir)
-    assert mirror is not None
+    output_dir, is_here = run.output_dir, is_run(run.output_dir)
     stored = read_run(output_dir) or copied
     differences = run.differences(stored)
     if differences and not is_here and not run.request.overwrite:
@@ -355,49 +360,31 @@ def _take_from_mirror(run: Run, copied: Mapping[str, Any]) -> None:
         )
 
 
-def _tidy_mirror(run: Run, copied: Mapping[str, Any], start: Start, *, is_branch: bool) -> None:
-    """Delete the mirror's checkpoints of another run, or of the branch of this one that a new branch replaces."""
-    mirror = run.mirror
-    assert mirror is not None
-    if copied["run_id"] == start.run_id:
-        if is_branch:
-            mirror.delete_later_than(start.step)
-    elif run.request.overwrite:
-        mirror.delete_later_than(-1)
-    else:
-        raise UserError(
-            f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or --overwrite_output_dir "
-            "true to replace them too."
-        )
-
-
 # --- a checkpoint ---
 
 
 def _start_from(run: Run, path: Path) -> Start:
     """Start at a given checkpoint, or at the newest one of a given run."""
-    output_dir = run.output_dir
+    root = run.output_dir / CHECKPOINTS
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
         try:
-            start = _start_at(run, path, checkpoint.verify(path))
+            start: Start | None = _start_at(run, path, checkpoint.verify(path))
         except DamagedCheckpoint as error:
             raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
     else:
-        root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-        newest = _newest_whole(run, root)
-        if newest is None:
-            raise UserError(
-                f"--resume {path}: there is no checkpoint in it. It goes on with a run of the same options and rows; "
-                f"to train an adapter further, give --adapter {path}."
-            )
-        start = newest
-    if Path(str(start.folder)).resolve().parent != (output_dir / CHECKPOINTS).resolve():
+        start = _newest_whole(run, path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    if start is None:
+        raise UserError(
+            f"--resume {path}: there is no checkpoint in it. It goes on with a run of the same options and rows; to "
+            f"train an adapter further, give --adapter {path}."
+        )
+    if Path(str(start.folder)).resolve().parent != root.resolve():
         return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
     # A checkpoint of this same folder: later ones are an abandoned branch.
-    for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
+    for step, folder in checkpoint.published(root).items():
         if step > start.step:
             log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.quarantine(folder))
-    return dataclasses.replace(start, **_used(read_status(output_dir)))
+    return dataclasses.replace(start, **_used(read_status(run.output_dir)))
 
 
 def _newest_whole(run: Run, root: Path) -> Start | None:
