@@ -99,16 +99,13 @@ def read_pieces(
 
     sources: name of a new tensor -> name of its source in `weight_files`.
     """
-    jobs = [(name, part) for name, source in sources.items() for part in _pieces(weight_files, source)]
+    jobs = []
+    for name, source in sources.items():
+        count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
+        jobs += [(name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)]
     total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
     with tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()) as bar:
         contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
         for (name, part), content in zip(jobs, contents, strict=True):
             yield name, part, content
             bar.update(content.nbytes)
-
-
-def _pieces(weight_files: WeightFiles, source: str) -> Iterator[TensorSlice]:
-    count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
-    for start in range(0, count, size):
-        yield TensorSlice(source, start, min(start + size, count))

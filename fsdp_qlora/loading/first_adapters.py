@@ -66,19 +66,19 @@ def decompose_weights(
 
 def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
     rank, scaling = layer.lora.lora_A.out_features, layer.lora.scaling
+    matrix = weight.float()
     if init == "loftq":
         # PiSSA of the quantization error (Li et al. 2023). With one iteration, PEFT's default, the base is the
         # quantized weight itself, which anyone can reproduce.
         assert isinstance(layer.base_layer, QuantizedWeight)
-        error = weight.float() - layer.base_layer.quantize_whole(weight).float()
-        lora_A, lora_B = first_values.pissa(error, rank, scaling)
-    elif init == "olora":
-        lora_A, lora_B = first_values.olora(weight.float(), rank)
-    elif init == "pissa":
-        lora_A, lora_B = first_values.pissa(weight.float(), rank, scaling)
-    else:
+        matrix = matrix - layer.base_layer.quantize_whole(weight).float()
+    if init == "olora":
+        lora_A, lora_B = first_values.olora(matrix, rank)
+    elif init.startswith("pissa_niter_"):
         iterations = int(init.removeprefix("pissa_niter_"))
-        lora_A, lora_B = first_values.pissa_niter(weight.float(), rank, scaling, iterations=iterations, seed=seed)
+        lora_A, lora_B = first_values.pissa_niter(matrix, rank, scaling, iterations=iterations, seed=seed)
+    else:
+        lora_A, lora_B = first_values.pissa(matrix, rank, scaling)
     if reduces_base(init):
         lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
     return lora_A.contiguous(), lora_B.contiguous()

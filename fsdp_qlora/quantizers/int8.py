@@ -97,15 +97,10 @@ def _multiply(
 ) -> torch.Tensor:
     """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
     tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels disregard strides
-    parts = tokens.split(_MOST_ELEMENTS // max(codes.shape))
-    products = [_multiply_part(part, bias, codes, row_scale, threshold) for part in parts]
-    return (products[0] if len(products) == 1 else torch.cat(products)).view(*x.shape[:-1], -1)
-
-
-def _multiply_part(
-    tokens: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
-) -> torch.Tensor:
-    """tokens [T, in] -> [T, out]."""
+    most = _MOST_ELEMENTS // max(codes.shape)
+    if len(tokens) > most:
+        parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(most)]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
     rounded, outliers = tokens.half(), None
     if threshold:
         outliers = rounded.abs() >= threshold
@@ -123,4 +118,4 @@ def _multiply_part(
         columns = outliers.any(dim=0).nonzero().view(-1)
         weight = bnb.int8_vectorwise_dequant(codes[:, columns].contiguous(), row_scale).to(y.dtype)
         y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
-    return y
+    return y.view(*x.shape[:-1], -1)
