@@ -158,8 +158,8 @@ def main(argv: list[str]) -> int:
             config = make_checkpoint(folder, argparse.Namespace(**shape))
             epochs = {
                 "ours": our_epoch(folder, config, data, args),
-                "ours, packed": our_epoch(folder, config, data, args, packing=True, gradient_accumulation_steps=2),
-                "ours, padded": our_epoch(folder, config, data, args, padding=True),
+                "ours, packed": our_epoch(folder, config, data, args, batching="packed", gradient_accumulation_steps=2),
+                "ours, padded": our_epoch(folder, config, data, args, batching="padded"),
             }
             if importlib.util.find_spec("trl"):
                 epochs["TRL"] = trl_epoch(folder, data, args, packing=False)

@@ -82,9 +82,9 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_1_card_12_blocks": {"shape": "8b", **SHARD, "use_cpu_offload": 12},
     "8b_8x512": {"shape": "8b", "ranks": 2, "batch_size": 8, "context_length": 512, **SHARD},
     "8b_1x512": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 512, **SHARD},
-    "8b_padding": {"shape": "8b", "ranks": 2, "padding": True, **MIXED, **SHARD},
+    "8b_padding": {"shape": "8b", "ranks": 2, "batching": "padded", **MIXED, **SHARD},
     "8b_padding_free": {"shape": "8b", "ranks": 2, **MIXED, **SHARD},
-    "8b_packed": {"shape": "8b", "ranks": 2, "packing": True, **MIXED, "batch_size": 2, **SHARD},
+    "8b_packed": {"shape": "8b", "ranks": 2, "batching": "packed", **MIXED, "batch_size": 2, **SHARD},
     "8b_8192": {"shape": "8b", "batch_size": 1, "context_length": 8192},
     "8b_activations_16384": {
         "shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 16384, "use_activation_cpu_offload": True,

@@ -23,8 +23,7 @@ from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 
-# name -> (padding, packing)
-LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (False, True)}
+LAYOUTS = ("padded", "padding_free", "packed")
 
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
@@ -73,14 +72,14 @@ def main(argv: list[str]) -> int:
         config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
         data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
-            for name, (padding, packing) in LAYOUTS.items():
-                run = dataclasses.replace(
-                    config, gradient_accumulation_steps=accumulation, padding=padding, packing=packing
-                )
+            for name in LAYOUTS:
+                run = dataclasses.replace(config, gradient_accumulation_steps=accumulation)
                 schedule = run.pick(
                     Schedule,
                     num_rows=data.rows_per_epoch,
-                    world_size=args.world_size,
+                    data_size=args.world_size,
+                    padding=name == "padded",
+                    packing=name == "packed",
                     rows_per_step=None,
                     mixture=data.mixture,
                 )

@@ -20,6 +20,7 @@ from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.cli import launch
 from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import stored_values
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, read_records
 from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
@@ -29,8 +30,8 @@ from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
 class TrainResult:
     """The result of a run.
 
-    output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours or max_cost_usd
-    has ended it with a checkpoint, from which the same call resumes; planned, after dry_run or show_samples.
+    output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours has
+    ended it with a checkpoint, from which the same call resumes; planned, after dry_run or show_samples.
     steps: optimizer steps done, those of earlier starts included. losses: the training loss of each, in nats.
     eval_losses: step -> held-out loss, in nats.
     """
@@ -114,9 +115,7 @@ def _run_workers(config: TrainConfig) -> None:
     """Run in new processes, and raise the error that ended them."""
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_") as folder, _signals_as_before():
         path = Path(folder) / "options.yaml"
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-        # None means the default.
-        path.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
+        path.write_text(yaml.safe_dump(stored_values(vars(config))))  # null means the default
         end = launch.run_in_workers(config, ["--config", os.fspath(path)])
     state = next((state for state, ending in ENDINGS.items() if ending.exit_code == end.status), "failed")
     if state == "interrupted":

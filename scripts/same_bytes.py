@@ -218,7 +218,7 @@ class Runs:
         if train_type.endswith(("lora", "dora")):
             given |= ADAPTER_OPTIONS | ({} if self.alike.dropout else {"lora_dropout": 0})
         if self.alike.pads[tree]:
-            given["padding"] = "true"
+            given["padding"] = "true"  # what --batching padded was called in the tree of before
         given |= {"output_dir": output_dir, **options}
         argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         kill_at = str(output_dir / "checkpoints" / f"step_{SAVE_STEPS:06d}") if status else ""
@@ -303,7 +303,8 @@ class Alike(NamedTuple):
 def make_alike(trees: dict[str, Path]) -> Alike:
     """Rows were always padded before --padding, and what is dropped was drawn otherwise before Dropout."""
     options = {name: tree / "fsdp_qlora/config/options.py" for name, tree in trees.items()}
-    knows = {name: path.is_file() and "\n    padding: " in path.read_text() for name, path in options.items()}
+    texts = {name: path.read_text() if path.is_file() else "" for name, path in options.items()}
+    knows = {name: "\n    padding: " in text or "\n    batching: " in text for name, text in texts.items()}
     sources = {name: [*(tree / "fsdp_qlora").rglob("lora*.py")] for name, tree in trees.items()}
     draws = {any("class Dropout" in path.read_text() for path in paths) for paths in sources.values()}
     return Alike({name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1)

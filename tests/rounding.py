@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 # Stochastic gradient descent: Adam makes a whole step of the rounding error of a gradient that is nearly zero.
-SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "lr_scheduler": "constant", "warmup_steps": 0}
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "lr_scheduler": "constant", "warmup": 0}
 # How many standard deviations a sum of roundings may be off: by chance 3e-8 are farther.
 _DEVIATIONS = 6
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
@@ -237,7 +238,7 @@ class StartRequest:
 
 def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
     """A line for each way in which a stored run differs. facts: those of this start that are known."""
-    then, options = stored.get("options", {}), request.options
+    then, options = current_options(stored.get("options", {})), request.options
     differences = [
         f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
         for name, value in options.items()

@@ -70,8 +70,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
         None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
         the one in errors.ENDINGS if a signal ended the run, or 0.
     Raises:
-        UserError: more processes are requested than there are visible GPUs, their number differs from torchrun's,
-            or the address where they meet cannot be opened.
+        UserError: more processes are requested than there are visible GPUs, or their number differs from torchrun's.
     """
     if not _is_lone_by_default(argv):
         _check_started_by_another(config)
@@ -93,10 +92,11 @@ def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
 
 
 def _start(processes: int, reason: str, words: list[str], config: TrainConfig) -> WorkersEnd:
-    with _listen(config.master_addr, config.master_port) as meeting_point:
+    # Where the processes meet: torch's own socket would listen on every interface.
+    with socket.create_server(("localhost", 0)) as meeting_point:
         if processes > 1:  # print and not the logger, which is set up in the workers
             print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, words, config.master_addr, meeting_point)
+        return _run_workers(processes, words, meeting_point)
 
 
 def is_started_by_others() -> bool:
@@ -160,26 +160,10 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    """A socket where the processes meet. It listens on this address only, while torch's would on every interface.
-
-    Args:
-        port: 0 means any free one.
-    """
-    try:
-        return socket.create_server((address, port))
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"--master_addr {address} --master_port {port}: the processes cannot meet there: "
-            f"{getattr(error, 'strerror', error)}. Give an address of this machine and a free port, or leave both out. "
-            "To train on several machines, start the training with torchrun on each."
-        ) from error
-
-
 # --- the launcher ---
 
 
-def _run_workers(processes: int, words: list[str], master_addr: str, meeting_point: socket.socket) -> WorkersEnd:
+def _run_workers(processes: int, words: list[str], meeting_point: socket.socket) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -188,10 +172,10 @@ def _run_workers(processes: int, words: list[str], master_addr: str, meeting_poi
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
             port = meeting_point.getsockname()[1]
-            launch = _launch_config(processes, master_addr=master_addr, master_port=port, folder=folder)
+            launch = _launch_config(processes, port=port, folder=folder)
             # The agent opens a server at this port too; multi_tenant makes it share this one.
             descriptor = meeting_point.detach()
-            server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
+            server = TCPStore("localhost", port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
             try:
                 elastic_launch(launch, sys.executable)(*words)
             finally:
@@ -220,7 +204,7 @@ def _environment_of_launcher(folder: str) -> Iterator[None]:
         forward_exit(note)
 
 
-def _launch_config(processes: int, *, master_addr: str, master_port: int, folder: str) -> "LaunchConfig":
+def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -231,9 +215,9 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         nproc_per_node=processes,
         run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.store.connect`
         rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
-        rdzv_endpoint=f"{master_addr}:{master_port}",
+        rdzv_endpoint=f"localhost:{port}",
         rdzv_configs={"rank": 0},
-        local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
+        local_addr="localhost",  # torch's default, the machine's full name, cannot be resolved everywhere
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),  # deleted with the folder; the agent does not delete its own
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),

@@ -55,8 +55,10 @@ def convert(path: Path) -> str:
     left = ""
     for name, value in entries.items():
         option, ours, reason = _translate(name, value)
-        if option and OF_USER in marks_of(option):
+        if option and (OF_USER in marks_of(option) or str(ours).startswith("entity=")):
             reason = _OF_USER
+        elif option == "wandb":  # its names, one by one
+            taken[option] = [*taken.get(option, []), ours]
         elif option and option not in taken:
             said = _refusal({option: ours})
             # What another option must be is said of all in the end.
@@ -66,7 +68,7 @@ def convert(path: Path) -> str:
             left += f"# {_one_line(name)}: {_shown(name, value)}  ({_one_line(reason)})\n"
     if "stage" in entries and "lora_rank" in taken:  # LLaMA-Factory's default
         taken.setdefault("lora_alpha", 2 * make_train_config(None, {"lora_rank": taken["lora_rank"]}).lora_rank)
-    if taken.keys() & {"project_name", "entity"}:
+    if "wandb" in taken:
         taken.setdefault("log_to", ["wandb"])
     taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
     conflicts = _refusal(taken)
@@ -124,9 +126,9 @@ def _translate(name: str, value: Any) -> tuple[str, Any, str]:
     found = advise(name, str(value).lower() if isinstance(value, bool) else str(value))
     if found is None:
         return (name, value, "") if name in vars(DEFAULTS) else ("", None, "there is no such option")
-    ours: Any = found.value or value
-    if isinstance(ours, float) and ours.is_integer():
-        ours = int(ours)
+    ours: Any = found.value or (int(value) if isinstance(value, float) and value.is_integer() else value)
+    if isinstance(ours, str) and re.fullmatch(r"[\d.]+", found.value):
+        ours = float(ours)
     return found.option, {"true": True, "false": False}.get(ours, ours) if isinstance(ours, str) else ours, found.reason
 
 

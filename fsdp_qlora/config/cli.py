@@ -17,33 +17,33 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 
 from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
-from fsdp_qlora.config.older import OLDER
+from fsdp_qlora.config.older import OLDER, Setting, translate
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
-from fsdp_qlora.config.text import find_config, option_help, read_options, shipped_configs, type_text, value_text
+from fsdp_qlora.config.text import (
+    SWITCH,
+    find_config,
+    number,
+    option_help,
+    read_options,
+    resolved_options,
+    shipped_configs,
+    stored_values,
+    type_text,
+    value_text,
+)
 from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
-_MOST_UNKNOWN = 50  # keys of a file that are named
 # What an earlier release's config.yaml has, and changes nothing.
 _REMOVED = [("compile", ["false"]), ("world_size", ["-1"]), ("nproc_per_node", ["-1"])]
 _SAME = {"world_size": "nproc_per_node"}  # the 2024 program's name of an option
-_SWITCH = ("true", "false", "yes", "no", "on", "off", "1", "0")
-
-
-class _Setting(NamedTuple):
-    """One value from the YAML file or the command line, still as text."""
-
-    where: str
-    """What a message calls it: `--lr`, or `run.yaml, line 3: lr`."""
-    name: str
-    values: list[str]
 
 
 def parse_train_config(
@@ -68,8 +68,10 @@ def parse_train_config(
     notes = [] if notes is None else notes
     settings = _read_result(result, errors)
     given = _read_yaml(find_config(path), errors) if path is not None else []
-    given += [_Setting(f"--{name}", name, values) for name, values in flags.items() if values]
-    settings += _renamed(given, errors, notes)
+    # An older option without a value is a switch.
+    flags = {name: ["true"] if name in OLDER and not values else values for name, values in flags.items()}
+    given += [Setting(f"--{name}", name, values) for name, values in flags.items() if values]
+    settings += translate(given, errors, notes)
     errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
     errors += _unknown_flags(unknown)
     converted = _convert(settings, errors)
@@ -126,56 +128,36 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
     others = {name: str(value) for name, value in given.items() if name not in (*_HINTS, *OLDER)}
     errors = [f"Unknown option {name}{_advice(name, _as_keyword, value)}" for name, value in others.items()]
     known = {name: value for name, value in given.items() if name in (*_HINTS, *OLDER)}
-    settings = [_Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
+    settings = [Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
     # An empty list has no words; None leaves an option that is never None at its default.
     values = {name: () for name, value in known.items() if isinstance(value, (list, tuple)) and not value}
     if isinstance(base, TrainConfig):
         values = vars(base) | values
     elif base is not None:
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
-    converted = _convert(_renamed(settings, errors, []), errors)
+    converted = _convert(translate(settings, errors, []), errors)
     return _checked(TrainConfig(**{**values, **converted}), errors, converted)
 
 
-def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) -> list[_Setting]:
+def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) -> list[Setting]:
     if isinstance(result, Path):
         settings = _read_yaml(result, errors, is_result=True)
     else:
         given = {name: value for name, value in (result or {}).items() if name in (*RESULT_OPTIONS, *OLDER)}
-        settings = [_Setting(f"its {name}", name, words) for name in given if (words := _as_words(name, given[name]))]
-    settings = [one for one in _renamed(settings, errors, []) if one.name in RESULT_OPTIONS]
+        settings = [Setting(f"its {name}", name, words) for name in given if (words := _as_words(name, given[name]))]
+    settings = [one for one in translate(settings, errors, []) if one.name in RESULT_OPTIONS]
     # A template's name, or else a file of this machine.
     return [one for one in settings if one.name != "prompt_template" or "".join(one.values).isidentifier()]
 
 
-def _renamed(settings: list[_Setting], errors: list[str], notes: list[str]) -> list[_Setting]:
-    """The settings with older names as what they mean now; adds to `errors` and `notes`."""
-    found, translated = [one for one in settings if not _is_older(one)], []
-    given = {one.name: ",".join(one.values) for one in found}
-    for where, name, values in filter(_is_older, settings):
-        older, value = OLDER[name], ",".join(values)
-        if value.lower() in older.unset:
-            continue
-        try:
-            meaning = older.meaning(value)
-        except ValueError as error:
-            errors.append(f"{where}: {error}.")
-            continue
-        defaults = {now: value_text(getattr(DEFAULTS, now)) for now in meaning if now != "profile"}
-        taken = [now for now, default in defaults.items() if given.get(now, default) != default]
-        if taken and not older.replaces:
-            errors.append(f"{where} is the older name of {taken[0]}, which is given too. Give one.")
-        notes.append(older.describe(name, meaning))
-        recorded = given.get("profile", "").split(",") if "profile" in meaning else []  # each option added to it
-        translated += [_Setting(f"{where}, now {now}", now, [*recorded, text]) for now, text in meaning.items()]
-        given |= {one.name: ",".join(one.values) for one in translated if one.name == "profile"}
-    # What else a profile records did nothing without steps to record.
-    return found + [one for one in translated if one.name != "profile" or ":" in "".join(one.values)]
+def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored options of a run, which an earlier release may have written, by their names of now.
 
-
-def _is_older(setting: _Setting) -> bool:
-    """Whether a setting has an older name; --profile was a switch."""
-    return setting.name in OLDER and (setting.name != "profile" or "".join(setting.values).lower() in _SWITCH)
+    An option that the release did not have is at its default.
+    """
+    older = [Setting(name, name, _as_words(name, value)) for name, value in stored.items() if name in OLDER]
+    now = _convert(translate(older, [], []), [])
+    return {**resolved_options(DEFAULTS), **stored, **stored_values(now)}
 
 
 def _checked(config: TrainConfig, errors: list[str], given: Collection[str]) -> TrainConfig:
@@ -191,7 +173,7 @@ def _raise(errors: list[str]) -> None:
         raise UserError("\n  ".join([f"{len(errors)} options are wrong:", *errors]))
 
 
-def _convert(settings: Iterable[_Setting], errors: list[str]) -> dict[str, Any]:
+def _convert(settings: Iterable[Setting], errors: list[str]) -> dict[str, Any]:
     """Name -> value, a later setting of a name replacing an earlier one; adds to `errors`."""
     given: dict[str, Any] = {}
     for where, name, values in settings:
@@ -245,25 +227,15 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
 
 
 def _bool(text: str) -> bool:
-    # The words of YAML 1.1, which a user may well write in the file.
-    words = {"true": True, "yes": True, "on": True, "1": True}
-    words |= {"false": False, "no": False, "off": False, "0": False}
-    if text.lower() not in words:
+    if text.lower() not in SWITCH:
         raise ValueError(f"expected true or false, got {text!r}")
-    return words[text.lower()]
-
-
-def _number(kind: type, expected: str, text: str) -> object:
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"expected {expected}, got {text!r}") from None
+    return SWITCH[text.lower()]
 
 
 _CONVERTERS: dict[type, Callable[[str], object]] = {
     bool: _bool,
-    int: partial(_number, int, "a whole number"),
-    float: partial(_number, float, "a number"),
+    int: partial(number, int),
+    float: partial(number, float),
     str: str,
 }
 
@@ -339,15 +311,14 @@ def _unknown_flags(unknown: list[str]) -> list[str]:
 # --- the YAML file ---
 
 
-def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> list[_Setting]:
+def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> list[Setting]:
     """The settings of a YAML file; unknown keys and nested values are added to `errors`.
 
     Args:
         is_result: only RESULT_OPTIONS count, and other keys are passed over.
     """
-    settings: list[_Setting] = []
+    settings: list[Setting] = []
     lines: dict[str, int] = {}
-    unknown = 0
     for key, value in _yaml_pairs(path):
         line = key.start_mark.line + 1
         where = f"{path}, line {line}"
@@ -357,18 +328,14 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
             continue
         name = _SAME.get(name, name)
         if name not in _HINTS and name not in OLDER:
-            unknown += 1
-            if unknown <= _MOST_UNKNOWN:  # each is compared with all options
-                errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key, "".join((words or [])[:1]))}')
+            errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key, "".join((words or [])[:1]))}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:
             errors.append(f"{where}: {name} expects a value or a list of values; options are not nested.")
         elif value.tag != "tag:yaml.org,2002:null":  # which leaves the option at its default
-            settings.append(_Setting(f"{where}: {name}", name, words))
+            settings.append(Setting(f"{where}: {name}", name, words))
         lines.setdefault(name, line)
-    if unknown > _MOST_UNKNOWN:
-        errors.append(f"{path}: {unknown - _MOST_UNKNOWN:,} more unknown keys.")
     return settings
 
 

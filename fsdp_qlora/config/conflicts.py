@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from fsdp_qlora.adapters.peft_folder import read_adapter
@@ -166,8 +166,6 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
-        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not kind.has_adapter)
     if c.optimizer.startswith("paged_") and leaves_some:
         yield (
@@ -179,8 +177,6 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.batch_size * c.context_length > _MOST_TOKENS:
         yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
-    if c.padding and c.packing:
-        yield "--packing true puts rows into one row without padding: leave out --padding true, or --packing true."
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
     need_rows = {"eval_steps": "needs rows to measure on", "sample_prompts": "are answered at each evaluation"}
@@ -214,8 +210,8 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
-    if (c.max_cost_usd is None) != (c.price_per_hour is None):
-        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
+    if c.wandb and wandb_settings(c.wandb) is None:
+        yield f"--wandb is {','.join(c.wandb)}, but needs {', '.join(f'{name}=...' for name in _OF_WANDB)}."
     if c.push_public and c.push_to_hub is None and not (c.mirror or "").startswith("hf:"):
         yield "--push_public says how --push_to_hub uploads: give that too."
     if c.push_to_hub and not c.save_model:
@@ -225,6 +221,16 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--profile is {' '.join(c.profile)}: give the first and the last step to record, such as 10:12, and of "
             f"{', '.join(PROFILED)} what else to record."
         )
+
+
+_OF_WANDB = ("project", "name", "group", "entity")
+
+
+def wandb_settings(words: Sequence[str]) -> dict[str, str] | None:
+    """The arguments of `wandb.init` that --wandb gives; a value may have commas. None if it is wrong."""
+    names = "|".join(_OF_WANDB)
+    found = re.split(rf"(?:^|,)({names})=", ",".join(words))
+    return None if found[0] else dict(zip(found[1::2], found[2::2], strict=True))
 
 
 PROFILED = ("stack", "shapes", "memory")

@@ -76,4 +76,8 @@ NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a fi
 COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")
 SOME_BLOCKS = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")
 SHARE = between(0, 1)
+SHARE_OR_STEPS = Limit(
+    lambda value: value >= 0 if isinstance(value, int) else 0 <= value <= 1,
+    "a share from 0.0 to 1.0, or a number of steps",
+)
 SHARE_BELOW_1 = Limit(lambda value: 0 <= value < 1, "0 or more and below 1")

@@ -22,6 +22,7 @@ from fsdp_qlora.config.marks import (
     POSITIVE,
     SHARE,
     SHARE_BELOW_1,
+    SHARE_OR_STEPS,
     SOME_BLOCKS,
     Limit,
     Mark,
@@ -47,10 +48,6 @@ class TrainConfig:
     nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
     """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU, and 1 keeps a run
     to one process on a machine with several GPUs. world_size is the same."""
-    master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "localhost"
-    """Address where the processes meet when the program starts them itself; under torchrun, torchrun's."""
-    master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
-    """Port where the processes meet when the program starts them itself; 0 takes a free one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
     """Where to compute; auto takes the visible GPUs, or the CPU of a machine that has none. A dry run without a GPU
     plans for one, unless this is cpu."""
@@ -143,13 +140,11 @@ class TrainConfig:
     on the data counts both."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
-    padding: Annotated[bool, MAY_DIFFER] = False
-    """Pad the rows of a micro-batch to its longest row. By default rows are concatenated without padding
-    (padding-free), attention does not cross rows, and ranks get about equally many tokens; a model that computes
-    something else without padding is padded anyway."""
-    packing: Annotated[bool, MAY_DIFFER] = False
-    """Put as many rows into a micro-batch as fit batch_size x context_length tokens: the same rows per optimizer step
-    in fewer and larger micro-batches. It saves time when gradient_accumulation_steps is above 1."""
+    batching: Annotated[Literal["padding_free", "packed", "padded"], MAY_DIFFER] = "padding_free"
+    """How rows become a micro-batch: padding_free concatenates them without padding, attention does not cross rows, and
+    ranks get about equally many tokens; packed also takes as many rows as fit batch_size x context_length tokens, the
+    same rows per optimizer step in fewer micro-batches, which saves time when gradient_accumulation_steps is above 1;
+    padded pads them to the longest. A model that computes something else without padding is padded anyway."""
     num_epochs: Annotated[int, at_least(1)] = 1
     """Passes over the dataset."""
     max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
@@ -158,10 +153,8 @@ class TrainConfig:
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""
-    warmup_ratio: Annotated[float, SHARE] = 0.03
-    """Share of the steps over which the learning rate rises from 0."""
-    warmup_steps: Annotated[int, at_least(-1)] = -1
-    """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
+    warmup: Annotated[int | float, SHARE_OR_STEPS] = 0.03
+    """Optimizer steps over which the learning rate rises from 0: their share of all, such as 0.03, or their number."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
         "lion_8bit",
@@ -172,10 +165,9 @@ class TrainConfig:
     """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay; 0.01 to 0.1 is usual when all weights train."""
-    apply_gradient_clipping: bool = True
-    """Scale gradients down when their global norm is above grad_norm."""
-    grad_norm: Annotated[float, POSITIVE] = 1.0
-    """Largest global gradient norm; lower it when the loss jumps."""
+    grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Largest global gradient norm, to which larger gradients are scaled; lower it when the loss jumps. 0 leaves all as
+    they are."""
     seed: Annotated[int, between(0, 2**32 - 1)] = 42
     """Seed of the adapter's initial values, the dropout, the order of the rows and which of them are held out."""
     deterministic: bool = False
@@ -308,14 +300,9 @@ class TrainConfig:
     """Where metrics go, one or more; metrics.jsonl and report.html in output_dir are always written. tensorboard writes
     to tensorboard/ in output_dir. If only this or wandb is given, the terminal has a progress bar too; jsonl leaves it
     silent."""
-    project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
-    """Project of the run on wandb."""
-    name: Annotated[str | None, MAY_DIFFER] = None
-    """Name of the run on wandb."""
-    group: Annotated[str | None, MAY_DIFFER] = None
-    """Group of the run on wandb, for runs that belong together."""
-    entity: Annotated[str | None, MAY_DIFFER, OF_USER] = None
-    """User or team on wandb that owns the run."""
+    wandb: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    """What the run is on wandb: project=, by default fsdp_qlora, name=, group= (of runs that belong together), and
+    entity=, the user or team that owns it."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Print more at the start: memory by part, kernels, how weights were read, the structure of the model; in a dry run
     all options too."""
@@ -341,10 +328,6 @@ class TrainConfig:
     machine, is filled from it."""
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Stop with a checkpoint before the run has taken this many hours, including its earlier starts."""
-    max_cost_usd: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """Stop with a checkpoint before the run has cost this many US dollars, at price_per_hour."""
-    price_per_hour: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """US dollars per hour for all machines of the run."""
     on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
     """What to do when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10 steps or 1% at
     most)."""

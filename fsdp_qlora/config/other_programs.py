@@ -1,9 +1,12 @@
 """What options of other trainers are called here, and their values; the .yaml beside this file has the rows."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+from fsdp_qlora.config.older import OLDER
 
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 OTHER_NAMES: dict[str, str] = {theirs: ours for ours, names in _TABLES["names"].items() for theirs in names.split()}
@@ -29,7 +32,12 @@ def advise(name: str, value: str = "") -> Advice | None:
     """
     if name in _NOT_HERE:
         return Advice(reason=_NOT_HERE[name])
-    if name not in OTHER_NAMES:
+    option, found = OTHER_NAMES.get(name, ""), _VALUES_OF.get(name, {}).get((value or "true").lower())
+    if older := OLDER.get(option or name):
+        if not (option := older.option):
+            return Advice(reason=older.reason)
+        with contextlib.suppress(ValueError):
+            found = older.value(value)
+    if not option:
         return None
-    found = _VALUES_OF.get(name, {}).get((value or "true").lower())
-    return Advice(reason="that is the default here") if found == "" else Advice(OTHER_NAMES[name], found or "")
+    return Advice(reason="that is the default here") if found == "" else Advice(option, found or "")

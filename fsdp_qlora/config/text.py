@@ -18,6 +18,18 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
 
+SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
+"""The words of YAML 1.1 for a switch, which a user may well write in the file."""
+
+
+def number(kind: type, text: str) -> Any:
+    """The number that a text is. kind: int or float. Raises ValueError."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, got {text!r}") from None
+
+
 # --- help ---
 
 
@@ -62,8 +74,12 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
 
     For files, logs and other machines: secrets are taken out.
     """
-    options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
+    return redact_values(stored_values(vars(config)) | {"lr": config.learning_rate, "dry_run": False})
+
+
+def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options as JSON and YAML have them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def resolved_yaml(config: TrainConfig) -> str:

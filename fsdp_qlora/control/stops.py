@@ -34,13 +34,12 @@ class Stop(NamedTuple):
 STOPS = (
     None,
     Stop("over_budget", "--max_hours is used up"),
-    Stop("over_budget", "--max_cost_usd is used up"),
     Stop("preempted", "SIGUSR1"),
     Stop("preempted", "SIGHUP"),
     Stop("preempted", "SIGTERM"),
     Stop("interrupted", "SIGINT"),
 )
-_OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGHUP: 4, signal.SIGTERM: 5, signal.SIGINT: 6}
+_OF_SIGNAL = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
 NUM_FLAGS = 4  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
 _END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
@@ -110,28 +109,18 @@ class Budget:
     """
 
     max_hours: float | None = None
-    max_cost_usd: float | None = None
-    price_per_hour: float | None = None
     used_seconds: float = 0.0
     reserve_seconds: float = 0.0
 
     def check(self) -> None:
         """Raise RunStopped if earlier starts have used up the budget, before anything is loaded."""
-        if index := self.exceeded(self.reserve_seconds):
-            stop = STOPS[index]
-            assert stop is not None
-            raise RunStopped(
-                stop.state, f"Not started: {stop.reason} by this run's earlier starts. Raise it to resume."
-            )
+        if self.is_used_up(self.reserve_seconds):
+            message = "Not started: --max_hours is used up by this run's earlier starts. Raise it to resume."
+            raise RunStopped("over_budget", message)
 
-    def exceeded(self, seconds: float) -> int:
-        """The index in STOPS of the budget that `seconds` of this start use up with earlier starts; 0 for none."""
-        hours = (self.used_seconds + seconds) / 3600
-        if self.max_hours is not None and hours >= self.max_hours:
-            return 1
-        if self.max_cost_usd is not None and hours * (self.price_per_hour or 0.0) >= self.max_cost_usd:
-            return 2
-        return 0
+    def is_used_up(self, seconds: float) -> bool:
+        """Whether `seconds` of this start use up the budget with earlier starts."""
+        return self.max_hours is not None and (self.used_seconds + seconds) / 3600 >= self.max_hours
 
 
 class Control:
@@ -180,7 +169,7 @@ class Control:
         if not self.is_rank_0:
             return [step, self.signals.wish, 0, self.is_writing()]
         now = clock.elapsed()
-        over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
+        over_budget = self.budget.is_used_up(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
         return [step, max(self.signals.wish, over_budget), is_due, self.is_writing()]
 

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
+from fsdp_qlora.config.conflicts import wandb_settings
 from fsdp_qlora.control.clock import within
 from fsdp_qlora.metrics.sinks import (
     QueuedSink,
@@ -137,6 +138,7 @@ def _start_wandb(options: SinkOptions, *, finish_seconds: float) -> tuple[Any, s
 def _init_wandb(options: SinkOptions, finish_seconds: float, *, mode: Literal["online", "offline"]) -> Any:
     import wandb
 
+    named: dict[str, Any] = {"project": "fsdp_qlora", **(wandb_settings(options.config["wandb"]) or {})}
     settings = wandb.Settings(
         silent=True,  # we print the important line
         console="off",  # capturing the terminal would break the progress bar and could upload secrets
@@ -149,10 +151,7 @@ def _init_wandb(options: SinkOptions, finish_seconds: float, *, mode: Literal["o
     return wandb.init(
         dir=str(options.output_dir),
         config=plain(options.config),
-        project=options.config["project_name"],
-        name=options.config["name"],
-        group=options.config["group"],
-        entity=options.config["entity"],
+        **named,
         id=options.run_id,
         resume="allow" if options.run_id else None,
         mode=mode,

@@ -190,7 +190,7 @@ def build_plan(
         config=model_config,
         tokenizer=tokenizer,
         meta=meta,
-        documents=None if config.padding else kernel,
+        documents=None if config.batching == "padded" else kernel,
         is_packed=layers.prequantized is not None,
         stored=stored,
         adapter=adapter,

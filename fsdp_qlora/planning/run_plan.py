@@ -119,9 +119,8 @@ def _tell(config: TrainConfig, plan: Plan) -> None:
 
 
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
-    if config.warmup_steps >= 0:
-        return config.warmup_steps
-    return math.ceil(config.warmup_ratio * schedule.total_steps)
+    given = config.warmup
+    return given if isinstance(given, int) else math.ceil(given * schedule.total_steps)
 
 
 def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:

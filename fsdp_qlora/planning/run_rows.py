@@ -40,6 +40,8 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         Schedule,
         num_rows=rows or 1,
         data_size=data_size,
+        padding=config.batching == "padded",
+        packing=config.batching == "packed",
         rows_per_step=rows_per_step,
         mixture=data.mixture,
         context_length=config.context_length * config.row_kind.num_documents,

@@ -132,7 +132,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
             warmup_steps=plan.warmup_steps,
             total_steps=plan.schedule.total_steps,
         ),
-        max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
+        max_grad_norm=config.grad_norm or math.inf,
         num_replicas=plan.model.layout.num_replicas,
         sync_every_micro_batch=not plan.model.placement.accumulates,
         on_nonfinite=config.on_nonfinite,
@@ -171,7 +171,7 @@ def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
     )
     if reason is None:
         return plan.schedule
-    no_packing = ", and --packing true has no effect" if plan.schedule.packing else ""
+    no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     return dataclasses.replace(plan.schedule, padding=True, packing=False)
 

@@ -92,7 +92,7 @@ def expanded(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return make
 
 
-OPTIONS = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+OPTIONS = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
 
 
 def _quantize(model: nn.Module, train_type: str, old: list[int]) -> None:

@@ -14,7 +14,7 @@ STEPS = 4
 # Two micro-batches a step, so that gradients are added up too.
 COMMON: dict[str, Any] = {
     "precision": "fp32", "max_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "context_length": 256,
-    "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "seed": 0, "save_minutes": 0,
+    "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "seed": 0, "save_minutes": 0,
     "recompute": "all",  # on a GPU auto would recompute none of models that small
 }  # fmt: skip
 # Adam amplifies the order of fp32 sums over the steps. bf16 and fp16 keep 8 and 11 bits of each number.

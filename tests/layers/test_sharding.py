@@ -116,7 +116,7 @@ def test_a_starting_block_prefetches_the_next_one(
     changed = {
         "train_type": "qlora",
         "max_steps": 1,
-        "padding": True,
+        "batching": "padded",
         "lora_target_modules": "q_proj,v_proj",
         **changed,
     }

@@ -115,7 +115,7 @@ def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
         save_steps=2,
         quant_cache="off",
         lr=1e30 if fails else 1e-4,  # the loss is not finite soon
-        warmup_ratio=0,
+        warmup=0,
     )
     count = flags(nproc_per_node=ranks)
     words = [str(ROOT / "train.py"), *argv, *count] if launcher is PYTHON else [*count, str(ROOT / "train.py"), *argv]

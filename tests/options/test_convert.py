@@ -75,8 +75,8 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         AXOLOTL,
         {
             "train_type": "qlora", "model_name": "NousResearch/Meta-Llama-3-8B", "eval_fraction": 0.05,
-            "dataset": ["tatsu-lab/alpaca[train[:90%]]"], "context_length": 4096, "packing": True, "lora_rank": 32,
-            "lora_target_modules": "all", "project_name": "mine", "log_to": ["wandb"], "batch_size": 2, "wd": 0,
+            "dataset": ["tatsu-lab/alpaca[train[:90%]]"], "context_length": 4096, "batching": "packed", "lora_rank": 32,
+            "lora_target_modules": "all", "wandb": ["project=mine"], "log_to": ["wandb"], "batch_size": 2, "wd": 0,
             "optimizer": "fused_adamw", "lr": 0.0002, "recompute": "all",
         },
         {"model_type", "pad_to_sequence_len", "bf16", "train_on_inputs", "logging_steps", "fsdp", "something_new"},
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         {
             "train_type": "qlora", "model_name": "Qwen/Qwen3-4B", "lora_target_modules": "q_proj,v_proj",
             "lora_rank": 8, "lora_alpha": 16, "context_length": 1024, "num_epochs": 3,
-            "lr_scheduler": "cosine", "warmup_ratio": 0.1, "lr": 1e-4,
+            "lr_scheduler": "cosine", "warmup": 0.1, "lr": 1e-4,
             "precision": "fp16", "eval_fraction": 0.1, "eval_steps": 500, "dataset": "./GIVE_THE_ROWS.jsonl",
         },
         {"stage", "dataset"},
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         TORCHTUNE,
         {
             "train_type": "lora", "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "wd": 0.01, "lr": "3e-4",
-            "lr_scheduler": "cosine", "warmup_steps": 100, "num_epochs": 1, "batch_size": 2, "precision": "bf16",
+            "lr_scheduler": "cosine", "warmup": 100, "num_epochs": 1, "batch_size": 2, "precision": "bf16",
             "model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl",
         },
         {"dataset", "resume_from_checkpoint"},
@@ -175,7 +175,7 @@ def test_a_comment_sets_no_option_and_shows_no_secret(tmp_path: Path) -> None:
     (tmp_path / "theirs\nseed: 1.yaml").write_text(STRANGERS)
     made = convert(tmp_path / "theirs\nseed: 1.yaml")
     given = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
-    assert yaml.safe_load(made) == {"train_type": "full", "project_name": "mine", "log_to": ["wandb"], **given}
+    assert yaml.safe_load(made) == {"train_type": "full", "wandb": ["project=mine"], "log_to": ["wandb"], **given}
     _, _, comments = made.partition("# Not taken over:\n")
     assert [line[:2] for line in comments.splitlines()] == ["# "] * 11  # splitlines knows U+2028 and U+0085 too
     assert comments.count("give it yourself") == 4 and "AutoTokenizer" in comments and "\x1b" not in comments

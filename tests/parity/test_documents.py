@@ -128,9 +128,9 @@ def numbers(folder: Path) -> list[float]:
 def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
-    train_ok(2, tmp_path / "padded", padding=True, save_steps=1, save_total_limit=9, **options)
+    train_ok(2, tmp_path / "padded", batching="padded", save_steps=1, save_total_limit=9, **options)
     train_ok(2, tmp_path / "free", **options)
-    train_ok(2, tmp_path / "packed", packing=True, **options)
+    train_ok(2, tmp_path / "packed", batching="packed", **options)
     train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)
     expected = numbers(tmp_path / "padded")
     assert len(expected) == 8
@@ -153,7 +153,7 @@ def test_models_that_other_documents_would_change_are_padded(
     shape = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]} if family == "lfm2" else {}
     data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
     options = {"model_name": models(family, **shape), "dataset": data, "train_type": "lora", **RUN}
-    train_ok(1, tmp_path / "padded", padding=True, **options)
-    said = train_ok(1, tmp_path / "packed", packing=True, **options)
-    assert f"Rows are padded with this model, and --packing true has no effect: {reason}" in said
+    train_ok(1, tmp_path / "padded", batching="padded", **options)
+    said = train_ok(1, tmp_path / "packed", batching="packed", **options)
+    assert f"Rows are padded with this model, and --batching packed has no effect: {reason}" in said
     assert numbers(tmp_path / "packed") == numbers(tmp_path / "padded")

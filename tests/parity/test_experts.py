@@ -53,7 +53,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     },
 }
 # Stochastic gradient descent: Adam makes a whole step of the rounding error of a gradient that is nearly zero.
-SETTINGS = {"optimizer": "sgd", "lr": 0.5, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+SETTINGS = {"optimizer": "sgd", "lr": 0.5, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
 
 
 def _quantized_base(folder: Path) -> nn.Module:

@@ -15,7 +15,7 @@ from fsdp_qlora.training.trainer import LossScale
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0}
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0}
 
 
 @pytest.mark.parametrize(

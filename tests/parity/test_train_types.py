@@ -76,7 +76,7 @@ def train_ours(
 ) -> tuple[list[float], torch.Tensor]:
     """A run on two ranks in fp32, with four rows a batch: its losses, and its model's logits of PROBE."""
     common = {"model_name": folder, "dataset": write_rows(out.with_name("rows.jsonl"), rows), "batch_size": 2}
-    common |= {"lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32", "seed": 5, "num_epochs": 10}
+    common |= {"lr_scheduler": "constant", "warmup": 0, "precision": "fp32", "seed": 5, "num_epochs": 10}
     output = train_ok(2, out, logits_file=out.with_suffix(".logits"), **{**common, "lora_rank": 4, **options})
     assert "Proof: rank 0 has" in output
     return read_metrics(out), load_file(out.with_suffix(".logits"))["logits"]

@@ -15,7 +15,7 @@ from tests.tiny import flags, make_rows, on_ranks, read_metrics, run_ranks, trai
 
 Models = Callable[..., Path]
 Plain = tuple[dict[str, object], list[float]]
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
 
 
 FAMILIES = {

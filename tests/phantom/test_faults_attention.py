@@ -48,7 +48,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
     options |= {
         "dataset": rows,
         "precision": precision,
-        "padding": padding,
+        "batching": "padded" if padding else "padding_free",
         "output_dir": tmp_path / "out",
         "verbose": True,
     }

@@ -50,7 +50,7 @@ CASES = {
     "shard_grad_op, DoRA": Case(
         2, {"sharding_strategy": "shard_grad_op", "train_type": "bnb_dora"}, ("fsdp2_records_no_event",)
     ),
-    "packing": Case(2, {"packing": True, "gradient_accumulation_steps": 2}, ("host_writes_into_copies",)),
+    "packing": Case(2, {"batching": "packed", "gradient_accumulation_steps": 2}, ("host_writes_into_copies",)),
     "paged 8-bit optimizer, full": Case(
         1,
         {"optimizer": "paged_adamw_8bit", "train_type": "full"},

@@ -82,7 +82,7 @@ def step(models, tmp_path_factory):
     def summary(row, max_steps):
         folder = tmp_path_factory.mktemp("run")
         options = {"train_type": "qlora", "batch_size": 2, "context_length": 256, "lr_scheduler": "constant"}
-        options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
+        options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup": 0}
         options |= {"sharding_strategy": "full_shard", "recompute": "all", "dataset": dataset}
         options |= {"model_name": models(num_hidden_layers=4, **row.model), **row.options}
         words = flags(output_dir=folder / "out", max_steps=max_steps, **options)
@@ -127,7 +127,7 @@ def test_a_step_asks_for_what_the_table_says(name, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "options"), [(1, {"use_cpu_offload": True}), (2, {}), (2, {"padding": True})])
+@pytest.mark.parametrize(("ranks", "options"), [(1, {"use_cpu_offload": True}), (2, {}), (2, {"batching": "padded"})])
 def test_long_rows_are_copied_from_pinned_memory_alone(step, models, tmp_path, ranks, options):
     row = {"instruction": "write", "input": "", "output": "water river " * 6000}
     inputs = {"dataset": write_rows(tmp_path / "rows.jsonl", [row] * 8), "batch_size": 1, "context_length": 16384}

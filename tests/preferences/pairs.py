@@ -54,7 +54,7 @@ def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> di
         "precision": "fp32",
         "lora_rank": 4,
         "lr_scheduler": "constant",
-        "warmup_ratio": 0,
+        "warmup": 0,
         "num_epochs": STEPS,
     }
 

@@ -21,9 +21,9 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name -> (ranks, options): each computes the same.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"batch_size": 6}),
-    "packed": (1, {"batch_size": 1, "gradient_accumulation_steps": 6, "packing": True}),
+    "packed": (1, {"batch_size": 1, "gradient_accumulation_steps": 6, "batching": "packed"}),
     "no recompute": (2, {"recompute": "none"}),
-    "padded": (2, {"padding": True}),
+    "padded": (2, {"batching": "padded"}),
     "offloaded": (2, {"use_cpu_offload": True}),
     "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
     "activations offloaded": (2, {"use_activation_cpu_offload": True}),

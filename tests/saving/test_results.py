@@ -27,7 +27,7 @@ OPTIONS = {
     "lora_rank": 4,
     "lr": 1e-2,
     "lr_scheduler": "constant",
-    "warmup_steps": 0,
+    "warmup": 0,
     "eval_fraction": 0.1,
     "save_minutes": 0,
     "quant_cache": "off",
@@ -69,7 +69,7 @@ def stop_at_step(how: str) -> None:
         if step == STOPPED_AT - 1 and how == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif step == STOPPED_AT - 1 and how == "--max_hours":
-            Budget.exceeded = lambda *_: 1  # type: ignore[method-assign]
+            Budget.is_used_up = lambda *_: True  # type: ignore[method-assign]
         elif step == STOPPED_AT and how == "not finite":
             loss = self._loss
             self._loss = lambda *args: loss(*args) * torch.nan  # type: ignore[method-assign]
