@@ -32,7 +32,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import StepRows
 from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.ranks.ranks import Ranks
@@ -207,7 +207,7 @@ def synchronize(device: torch.device) -> None:
 def expected_bytes(account: dict[str, CategoryBytes]) -> dict[str, float]:
     """What must be on the device between steps, by category."""
     shards: dict[str, float] = {name: tensors.largest_shard for name, tensors in account.items()}
-    return shards | {"optimizer state": shards["trainable"] * OPTIMIZER_STATES["adamw"]}
+    return shards | {"optimizer state": shards["trainable"] * sum(OPTIMIZERS["adamw"].state)}
 
 
 def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import bitsandbytes
 import torch
@@ -23,24 +24,32 @@ def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimi
     return build
 
 
-# name -> optimizer over parameter groups, each on one device, given lr and weight_decay.
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": _adam(torch.optim.AdamW),
-    "adam": _adam(torch.optim.Adam),
-    "sgd": torch.optim.SGD,
-    "adadelta": torch.optim.Adadelta,
-    "fused_adamw": lambda parameters, **options: torch.optim.AdamW(parameters, fused=True, **options),
-    "fused_adam": lambda parameters, **options: torch.optim.Adam(parameters, fused=True, **options),
-    "adamw_8bit": bitsandbytes.optim.AdamW8bit,
-    "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
-    "lion": bitsandbytes.optim.Lion,
-    "lion_8bit": bitsandbytes.optim.Lion8bit,
-}
+class OptimizerKind(NamedTuple):
+    """build: makes it over parameter groups, each on one device, given lr and weight_decay. state: float32 values per
+    trainable parameter of each tensor of its state. is_local: its state is packed by rank, so each rank saves its own.
+    """
 
-# Float32 values of state per trainable parameter, to estimate memory. 8-bit: one byte, and a float32 per 256.
-OPTIMIZER_STATES: dict[str, float] = {
-    **{"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2, "fused_adamw": 2, "fused_adam": 2},
-    **{"adamw_8bit": 2 * 65 / 256, "paged_adamw_8bit": 2 * 65 / 256, "lion": 1, "lion_8bit": 65 / 256},
+    build: Callable[..., torch.optim.Optimizer]
+    state: tuple[float, ...]
+    is_local: bool = False
+    is_paged: bool = False
+
+
+_IN_8_BITS = 65 / 256  # one byte, and a float32 per 256
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(_adam(torch.optim.AdamW), (1, 1)),
+    "adam": OptimizerKind(_adam(torch.optim.Adam), (1, 1)),
+    "sgd": OptimizerKind(torch.optim.SGD, ()),
+    "adadelta": OptimizerKind(torch.optim.Adadelta, (1, 1)),
+    "fused_adamw": OptimizerKind(partial(torch.optim.AdamW, fused=True), (1, 1)),
+    "fused_adam": OptimizerKind(partial(torch.optim.Adam, fused=True), (1, 1)),
+    "adamw_8bit": OptimizerKind(bitsandbytes.optim.AdamW8bit, 2 * (_IN_8_BITS,), is_local=True),
+    "paged_adamw_8bit": OptimizerKind(
+        bitsandbytes.optim.PagedAdamW8bit, 2 * (_IN_8_BITS,), is_local=True, is_paged=True
+    ),
+    "lion": OptimizerKind(bitsandbytes.optim.Lion, (1,)),
+    "lion_8bit": OptimizerKind(bitsandbytes.optim.Lion8bit, (_IN_8_BITS,), is_local=True),
 }
 
 _PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
@@ -67,7 +76,7 @@ def check_optimizer(name: str, device: torch.device) -> None:
     Raises:
         UserError: it is paged and there is no GPU.
     """
-    if name.startswith("paged_") and device.type != "cuda":
+    if OPTIMIZERS[name].is_paged and device.type != "cuda":
         raise UserError(
             f"optimizer {name} moves its state between GPU and host memory, and there is no GPU. Use "
             f"{name.removeprefix('paged_')}."
@@ -80,7 +89,7 @@ def check_shard_sizes(name: str, model: nn.Module, num_shards: int) -> None:
     Raises:
         UserError: bitsandbytes counts elements in int32.
     """
-    build = OPTIMIZERS[name]
+    build = OPTIMIZERS[name].build
     if not (isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)):
         return
     for path, parameter in model.named_parameters():
@@ -105,7 +114,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
-        self.name, build = name, OPTIMIZERS[name]
+        self._kind = OPTIMIZERS[name]
         self._local: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameter -> this rank's part of it
         # Both learning rates have groups on every rank, also where it owns no A or no B.
         by_scale: dict[float, dict[torch.device, list[nn.Parameter]]] = {1.0: {}, lr_ratio_B: {}}
@@ -121,7 +130,7 @@ class ShardedOptimizer:
             for tensors in by_device.values() or [[]]
         ]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
-        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
+        self.optimizer = self._kind.build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
         self._group_of = {local: group for group in self._groups for local in group["params"]}
 
     @property
@@ -172,7 +181,7 @@ class ShardedOptimizer:
         local = self._local.get(parameter)
         if self.optimizer is None or local is None or local not in self.optimizer.state:
             return {}
-        if self._is_paged:
+        if self._kind.is_paged:
             torch.cuda.synchronize()  # the host reads managed memory without regard to streams
         return dict(self.optimizer.state[local])
 
@@ -186,16 +195,12 @@ class ShardedOptimizer:
         """A copy of a value where this optimizer would have made it, wherever the run that saved it kept it."""
         if not isinstance(value, torch.Tensor):
             return value
-        if self._is_paged and key in _PAGED_STATES:  # may move between GPU and host at any time
+        if self._kind.is_paged and key in _PAGED_STATES:  # may move between GPU and host at any time
             buffer: torch.Tensor = self.optimizer.get_state_buffer(local, dtype=value.dtype)  # type: ignore[union-attr]
             return buffer.copy_(value)
         # torch's optimizers count steps on the CPU, but for fused kernels.
         is_on_host = value.dim() == 0 and not self._group_of[local].get("fused")
         return value.to("cpu" if is_on_host else local.device, copy=True)
-
-    @property
-    def _is_paged(self) -> bool:
-        return getattr(self.optimizer, "is_paged", False)
 
     def room_for_state(self) -> list[torch.Tensor]:
         """Memory like the state that the first step will allocate; nothing if there is state already.
@@ -203,8 +208,7 @@ class ShardedOptimizer:
         Tensors of the state's own sizes: the allocator keeps those below 1 MiB apart. Nothing for paged optimizers,
         whose state is not in GPU memory alone.
         """
-        if self.optimizer is None or self.optimizer.state or self._is_paged:
+        if self.optimizer is None or self.optimizer.state or self._kind.is_paged:
             return []
-        number = 1 if "lion" in self.name else 2
-        sizes = [(int(OPTIMIZER_STATES[self.name] / number * p.numel()), p.device) for p in self._local.values()]
-        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in number * sizes if size]
+        sizes = [(int(each * p.numel()), p.device) for each in self._kind.state for p in self._local.values()]
+        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]

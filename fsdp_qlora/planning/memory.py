@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.sharding.model_parts import Kind, ModelParts, Offload, count_bytes
 from fsdp_qlora.sharding.vocabulary import is_shared
@@ -169,7 +169,7 @@ class _Estimate:
         counts = {name: count.largest_shard for name, count in count_bytes(kinds, self.step.num_shards).items()}
         found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
         trainable = counts.get("trainable", 0)
-        return {**found, _GRADIENTS: trainable, _STATE: int(trainable * OPTIMIZER_STATES[self.step.optimizer])}
+        return {**found, _GRADIENTS: trainable, _STATE: int(trainable * sum(OPTIMIZERS[self.step.optimizer].state))}
 
     def _phases(self, of_optimizer: Sizes) -> dict[str, list[Sizes]]:
         """Transient memory at each possible peak, by category; in the backward pass that of each block.

@@ -27,6 +27,7 @@ from fsdp_qlora.loading.first_adapters import check_fits
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning import checks, describe, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
@@ -291,7 +292,7 @@ def longest_allowed(config: TrainConfig) -> Lengths:
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     """The placements that the options leave open, the fastest first."""
-    is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
+    is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
     ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)
     blocks = len(plan.meta.parts.blocks)
     if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:

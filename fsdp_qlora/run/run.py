@@ -35,6 +35,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
@@ -157,7 +158,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
-    all_write = plan.model.trains_whole_modules or config.optimizer.endswith("_8bit")
+    all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
     form = ResultForm(plan.model, Base.of(config.model_name, config.base_name))

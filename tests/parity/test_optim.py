@@ -78,7 +78,7 @@ def expected(name: str) -> dict[str, torch.Tensor]:
     """The same steps by the library's optimizer on whole tensors."""
     values = {key: nn.Parameter(first_values(shape)) for key, shape in SHAPES.items()}
     groups = [{"params": [value], "lr": LR * (RATIO if key == "lora_B" else 1.0)} for key, value in values.items()]
-    optimizer = OPTIMIZERS[name](groups, lr=LR, weight_decay=DECAY)
+    optimizer = OPTIMIZERS[name].build(groups, lr=LR, weight_decay=DECAY)
     for step in range(STEPS):
         for key, value in values.items():
             value.grad = gradients(SHAPES[key])[step]
