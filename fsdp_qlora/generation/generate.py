@@ -1,10 +1,5 @@
-"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes.
+"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes."""
 
-transformers' `generate(synced_gpus=True)` gives the same answers, but it takes the first parameter's device for the
-model's: with offloaded embeddings it would move each token to the host and back.
-"""
-
-import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -13,11 +8,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from fsdp_qlora.generation.prompts import PromptFormat, Question
 from fsdp_qlora.metrics.sinks import SAMPLES_FILE, read_records
-from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers
@@ -46,19 +50,27 @@ class SamplingOptions:
     top_p: float = 1.0
     seed: int = 0
 
-    def generator(self, number: int) -> torch.Generator:
-        """The source of the draws for one prompt; torch's own is not touched."""
-        return torch.Generator().manual_seed(derive_seed("generate", self.seed, number))
 
-    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """A token from the logits [vocabulary] of the last position."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        probabilities = (logits.float() / self.temperature).softmax(dim=-1).cpu()
-        ordered, tokens = probabilities.sort(descending=True)
-        before = ordered.cumsum(dim=0) - ordered
-        ordered[before >= self.top_p] = 0.0  # the first stays
-        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
+class Draws(LogitsProcessor):
+    """Keep the logit of one drawn token for each prompt. `generate(do_sample=True)` would draw from torch's own random
+    state, so that the answer to a prompt would depend on the others in its batch.
+
+    Args:
+        numbers: of the prompts in the batch.
+    """
+
+    def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
+        self._warpers = [TemperatureLogitsWarper(float(options.temperature)), TopPLogitsWarper(float(options.top_p))]
+        self._sources = [torch.Generator().manual_seed(derive_seed("generate", options.seed, each)) for each in numbers]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        probabilities = scores.softmax(dim=-1).cpu()
+        drawn = [
+            torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, self._sources, strict=True)
+        ]
+        return torch.full_like(scores, -torch.inf).scatter(1, torch.stack(drawn).to(scores.device), 0.0)
 
 
 @dataclass
@@ -93,6 +105,21 @@ class Stops:
         return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
+class _Following(StoppingCriteria):
+    """Fill in the answers of a batch, token by token, until each has ended."""
+
+    def __init__(self, answers: Sequence[Answer], stops: Stops, show: Callable[[Answer], object]) -> None:
+        self._answers, self._stops, self._show = answers, stops, show
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        for answer, token in zip(self._answers, input_ids[:, -1].tolist(), strict=True):
+            if not answer.is_done:
+                answer.tokens.append(token)
+                answer.is_done = self._stops.ends(answer.tokens)
+                self._show(answer)
+        return torch.tensor([answer.is_done for answer in self._answers], device=input_ids.device)
+
+
 class TextGenerator:
     """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as before; a training step
     sets the mode itself."""
@@ -102,9 +129,7 @@ class TextGenerator:
     ) -> None:
         self._model, self.ranks, self._precision = model, ranks, precision
         self.stops, self._options = stops, options
-        self._skips = can_skip_logits(model)
 
-    @torch.no_grad()
     def generate(
         self,
         answers: Sequence[Answer],
@@ -116,71 +141,37 @@ class TextGenerator:
         A rank that has no prompts, or whose answers have ended, takes part until those of all ranks have.
 
         Args:
-            show: called with an answer after each of its tokens. beat: called for each token of the longest answer.
+            show: called with an answer after each of its tokens. beat: called for each forward pass.
         """
-        self._model.eval()
-        generators = [self._options.generator(answer.number) for answer in answers]
-        state = _Batch(answers, self.ranks.device, self._model) if answers else None
-        head = shared_head_of(self._model)
+        model, device = self._model, self.ranks.device
+        batch = answers or [Answer(0, [0], is_done=True)]
+        padding = [max(len(answer.prompt) for answer in batch) - len(answer.prompt) for answer in batch]
+        ids = [[0] * pad + answer.prompt for pad, answer in zip(padding, batch, strict=True)]
+        attended = [[0] * pad + [1] * len(answer.prompt) for pad, answer in zip(padding, batch, strict=True)]
+        draws = [Draws(self._options, [each.number for each in batch])] if self._options.temperature else []
+        counts = gather_numbers([len(batch)], device).flatten().int().tolist()
+        beating = model.register_forward_pre_hook(lambda *_: beat())
+        # The model's own one may ask for sampling or penalties.
+        model_config, model.generation_config = model.generation_config, GenerationConfig()
+        head = shared_head_of(model)
         try:
-            for _ in range(self._options.max_new_tokens):
-                beat()
-                is_active = any(not answer.is_done for answer in answers)
-                counts = gather_numbers([len(answers) * is_active], self.ranks.device).flatten().int().tolist()
-                if not any(counts):
-                    break
-                if head:  # a rank without prompts computes one token
-                    head.counts = [max(1, counts[rank]) for rank in sharing_ranks(self._model)]
-                logits = self._forward(state if is_active else None)
-                for index, answer in enumerate(answers):
-                    if not answer.is_done:
-                        answer.tokens.append(self._options.choose(logits[index], generators[index]))
-                        answer.is_done = self.stops.ends(answer.tokens)
-                        show(answer)
+            if head:
+                head.counts = [counts[rank] for rank in sharing_ranks(model)]
+            with torch.autocast(device.type, self._precision.compute_dtype, enabled=self._precision.autocast):
+                model.eval().generate(
+                    torch.tensor(ids, device=model.device),  # the CPU with offloaded embeddings; FSDP2 moves it
+                    attention_mask=torch.tensor(attended, device=model.device),
+                    max_new_tokens=self._options.max_new_tokens,
+                    logits_processor=LogitsProcessorList(draws),
+                    stopping_criteria=StoppingCriteriaList([_Following(batch, self.stops, show)]),
+                    synced_gpus=True,
+                )
         finally:
+            model.generation_config = model_config
+            beating.remove()
             if head:
                 head.counts = None
-            reshard_all(self._model)
-
-    def _forward(self, state: "_Batch | None") -> torch.Tensor:
-        """The logits of the last position, [B, vocabulary]; without a state this rank only helps to gather weights."""
-        device = self.ranks.device
-        inputs = state.inputs() if state else {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device)}
-        last = {"logits_to_keep": 1} if self._skips else {}
-        with torch.autocast(device.type, dtype=self._precision.compute_dtype, enabled=self._precision.autocast):
-            logits: torch.Tensor = self._model(**inputs, use_cache=state is not None, **last).logits
-        return logits[:, -1].float()
-
-
-class _Batch:
-    """Prompts of any lengths with their cache; the shorter ones are padded in front."""
-
-    def __init__(self, answers: Sequence[Answer], device: torch.device, model: PreTrainedModel) -> None:
-        self._answers, self._device = answers, device
-        longest = max(len(answer.prompt) for answer in answers)
-        self._padding = [longest - len(answer.prompt) for answer in answers]
-        self._cache = DynamicCache(config=model.config)
-        # transformers 5.24 renamed it.
-        arguments = inspect.signature(model.forward).parameters
-        self._name = "cache" if "cache" in arguments else "past_key_values"
-        self._seen = 0
-
-    def inputs(self) -> dict[str, object]:
-        """The model's arguments for what it has not seen yet."""
-        columns = [
-            [0] * pad + answer.prompt + answer.tokens for pad, answer in zip(self._padding, self._answers, strict=True)
-        ]
-        length = max(map(len, columns))
-        ids = torch.tensor([row + [0] * (length - len(row)) for row in columns], device=self._device)
-        inputs: dict[str, object] = {"input_ids": ids[:, self._seen :], self._name: self._cache}
-        if any(self._padding):
-            places = (
-                torch.arange(length, device=self._device) - torch.tensor(self._padding, device=self._device)[:, None]
-            )
-            inputs["attention_mask"] = (places >= 0).long()
-            inputs["position_ids"] = places.clamp_min(0)[:, self._seen :]
-        self._seen = length
-        return inputs
+            reshard_all(model)
 
 
 def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
