@@ -32,11 +32,11 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import StepRows
 from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import CategoryBytes
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 
 GIB = 2**30

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.model.models import canonical_name
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, write_tensors
 

@@ -15,11 +15,11 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks.ranks import read_ranks
 from fsdp_qlora.results.card import Base
 from fsdp_qlora.results.write import ResultForm, upload
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.storage.files import staged_folder
 
 log = logging.getLogger("fsdp_qlora")

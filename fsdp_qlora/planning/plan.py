@@ -27,7 +27,6 @@ from fsdp_qlora.loading.first_adapters import check_fits
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning import checks, describe, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
@@ -37,6 +36,7 @@ from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks.layout import Layout
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import all_gather_via_store
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -22,13 +22,13 @@ from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.model import models
-from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, place, plan_model
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")

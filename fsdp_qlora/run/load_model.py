@@ -27,13 +27,13 @@ from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import describe_fused
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer, learning_rate
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer

@@ -35,7 +35,6 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
@@ -51,6 +50,7 @@ from fsdp_qlora.results.write import ResultForm, check_uploads, leave_result, pu
 from fsdp_qlora.run.identity import agree, known_facts, start_request
 from fsdp_qlora.run.load_model import build_trainer, load_model, precompute_reference
 from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 

@@ -16,9 +16,9 @@ from fsdp_qlora.data.micro_batch import MicroBatch
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Round, RowsInMemory, StepRows
 from fsdp_qlora.errors import NotFinite
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import derive_seed
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, Totals

@@ -132,7 +132,7 @@ def test_nan_on_one_rank_is_skipped_by_all_and_only_so_often(reference: Referenc
 
 def spoil_parameter() -> None:
     """Let rank 1's optimizer make a parameter infinite in the third step."""
-    from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+    from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
     original, count = ShardedOptimizer.step, 0
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.planning.fit import MemoryWatch, fit_recompute
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute, wrap_blocks
 
 pytestmark = pytest.mark.quick

@@ -325,8 +325,8 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.data.formats import FORMATS
     from fsdp_qlora.metrics.metric_log import SINKS
     from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.optimizers.sharded import OPTIMIZERS, SCHEDULES
     from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
+    from fsdp_qlora.sharding.optimizer import OPTIMIZERS, SCHEDULES
 
     hints = option_types()
     tables = {"train_type": TRAIN_TYPES, "precision": PRECISIONS, "sharding_strategy": SHARDING_STRATEGIES}

@@ -13,7 +13,7 @@ from fsdp_qlora.commands.export import stored_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
 from tests.tiny import on_ranks
 
 STEPS, LR, DECAY, RATIO = 5, 0.02, 0.1, 4.0

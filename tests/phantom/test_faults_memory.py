@@ -19,7 +19,7 @@ import train
 
 def run(config, *others):
     import torch
-    from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+    from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
     torch.empty(1, device="cuda")
     print("expandable:", torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

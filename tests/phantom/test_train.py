@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS
+from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from tests.phantom.environment import Rank, run
 from tests.tiny import flags, make_rows, write_rows
 
