@@ -17,8 +17,8 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.results.card import Base
-from fsdp_qlora.results.write import ResultForm, upload
+from fsdp_qlora.results.write import upload
+from fsdp_qlora.run.load_model import result_form
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.storage.files import staged_folder
 
@@ -46,7 +46,7 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
         raise UserError(f"{folder} cannot be read now: {error}.") from error
     about = state["about"]
     config = stored_config(about, words)
-    form = ResultForm(_plan(config), Base.of(config.model_name, config.base_name))
+    form = result_form(config, _plan(config))
     try:
         with staged_folder(out) as partial:
             form.save_checkpoint(folder, state, partial)

@@ -19,15 +19,13 @@ from fsdp_qlora.control import exits
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question
-from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.process_group import all_gather_strings, release_loading_memory, start_process_group
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
-from fsdp_qlora.run.load_model import load_model
-from fsdp_qlora.run.run import open_weights
+from fsdp_qlora.run.load_model import fetch_weights, load_model
 from fsdp_qlora.storage.files import read_json, staged_file
 
 log = logging.getLogger("fsdp_qlora")
@@ -55,8 +53,7 @@ def load_trained(
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
             plan = dataclasses.replace(plan, tokenizer=tokenizer)
         prepare(plan)
-        hub.fetch_weights(config.model_name, plan.folder, ranks=ranks, store=store)
-        weights = open_weights(plan)
+        weights = fetch_weights(config, plan, ranks, store)
     start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
         load_model(config, plan, weights, ranks)

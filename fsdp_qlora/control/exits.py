@@ -5,8 +5,7 @@ import errno
 import itertools
 import re
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -131,24 +130,6 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
             message = "The connection to another rank was lost while the model was loaded: it has ended."
             raise LostRank(message) from error
         raise
-
-
-def memory_settings(options: Mapping[str, Any]) -> str:
-    """The settings that would make a run with these options need less memory, where nothing is left at auto."""
-    settings = ["--auto false"] * options["auto"]  # whose settings a resumed run keeps
-    if options["batch_size"] > 1:
-        settings.append(
-            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
-        )
-    settings.append("a smaller --context_length")
-    if options["recompute"] != "all":
-        settings.append("--recompute all")
-    if options["sharding_strategy"] == "ddp":
-        settings.append("--sharding_strategy full_shard")
-    settings += [
-        f"--{name} true" for name in ("use_activation_cpu_offload", "use_cpu_offload") if options[name] is not True
-    ]
-    return f"{', '.join(settings)}, or more GPUs"
 
 
 def exhausted_memory(error: Exception) -> str | None:

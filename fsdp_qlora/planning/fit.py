@@ -12,7 +12,7 @@ import bisect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class Placement(NamedTuple):
     accumulates: bool = True
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """The options that ask for it."""
         use_cpu_offload = self.offload.embeddings or self.offload.blocks or False
         return {"sharding_strategy": self.sharding_strategy, "use_cpu_offload": use_cpu_offload}

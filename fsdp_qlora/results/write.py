@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
+from peft import LoraConfig
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.adapters.first_values import LiveValues, Values
 from fsdp_qlora.adapters.insert import reduces_base
@@ -22,27 +25,35 @@ from fsdp_qlora.checkpointing.run_folder import BEST, CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import RankError, TrainingError, UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json
-from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
 
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of a run's results, whatever the step: an adapter if the plan has its configuration, else a model."""
+    """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
 
-    plan: ModelPlan
+    base_folder: with the base's weights and configuration, model_config. dtype: of a whole model's floats.
+    """
+
+    model: PreTrainedModel
+    model_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
     base: Base
+    base_folder: Path
+    kind: TrainType
+    adapter: LoraConfig | None
+    dtype: torch.dtype
 
     def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
         """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
@@ -52,19 +63,17 @@ class ResultForm:
         Raises:
             TrainingError: it could not be written, on rank 0.
         """
-        plan, dtype = self.plan, self.plan.precision.compute_dtype
-        record = training_record(about, progress, self.base, plan.train_type)
-        texts = documents(record, kind=plan.train_type.adapter)
+        record = training_record(about, progress, self.base, self.kind)
+        texts = documents(record, kind=self.kind.adapter)
         if template := (record["prompt"] or {}).get("chat_template"):
-            plan.tokenizer.chat_template = template  # that was trained with
-        base_folder = plan.folder if plan.adapter is None else None
-        sidecar = save.SidecarFiles(plan.tokenizer, texts, base_folder)
-        model = plan.meta.model
-        if plan.adapter is not None:
-            save.save_adapter(model, plan.adapter, sidecar, output_dir, values=values)
-        else:
-            base = WeightFiles(plan.folder) if plan.train_type.trains_new_blocks else None
-            save.save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
+            self.tokenizer.chat_template = template  # that was trained with
+        if self.adapter is not None:
+            sidecar = save.SidecarFiles(self.tokenizer, texts)
+            save.save_adapter(self.model, self.adapter, sidecar, output_dir, values=values)
+            return
+        sidecar = save.SidecarFiles(self.tokenizer, texts, self.base_folder)
+        base = WeightFiles(self.base_folder) if self.kind.trains_new_blocks else None
+        save.save_model(self.model, self.model_config, sidecar, output_dir, base=base, dtype=self.dtype, values=values)
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
         """Save the result of a checkpoint. For one process; a model in training must not be needed meanwhile.
@@ -77,9 +86,9 @@ class ResultForm:
             DamagedCheckpoint: the checkpoint cannot be read.
         """
         options = state["about"]["options"]
-        values = StoredValues(self.plan.meta.model, folder, state["tensors"])
+        values = StoredValues(self.model, folder, state["tensors"])
         init = options.get("init_lora_weights", "true")
-        if self.plan.adapter is not None and reduces_base(init) and not values.has_start:
+        if self.adapter is not None and reduces_base(init) and not values.has_start:
             raise UserError(
                 f"{folder} was saved by an earlier version, without the first values of {init} that its adapter "
                 "needs. Resume the run, which saves them too."
@@ -113,20 +122,19 @@ class ResultForm:
 
     def log_how_to_load(self, output_dir: Path) -> None:
         """Say where it is written how to load an adapter whose base is a local folder."""
-        if self.plan.adapter is not None and not self.base.is_on_hub:
+        if self.adapter is not None and not self.base.is_on_hub:
             log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
 
 
 def save_result(
-    form: ResultForm, trainer: Trainer, output_dir: Path, *, about: Mapping[str, Any], progress: Progress
+    form: ResultForm, ranks: Ranks, output_dir: Path, *, about: Mapping[str, Any], progress: Progress
 ) -> None:
     """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
 
     Raises:
         TrainingError: it could not be written; the same on every rank.
     """
-    ranks = trainer.ranks
-    values = LiveValues(form.plan.meta.model, keeps=ranks.is_rank_0)
+    values = LiveValues(form.model, keeps=ranks.is_rank_0)
     with raise_on_all_ranks(TrainingError, ranks.device):
         form.save(values, output_dir, about=about, progress=progress.to_dict())
         if ranks.is_rank_0:
@@ -140,7 +148,7 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
     The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
     """
     with raise_on_all_ranks(TrainingError, ranks.device):
-        if ranks.is_rank_0 and form.plan.adapter is None:
+        if ranks.is_rank_0 and form.adapter is None:
             log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
         elif ranks.is_rank_0:
             form.leave_adapters(output_dir, newest=True)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -22,10 +23,11 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.cache import add_reference
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
-from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
+from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
 from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
-from fsdp_qlora.loading.weight_files import Weights
+from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
@@ -33,6 +35,8 @@ from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.results.card import Base
+from fsdp_qlora.results.write import ResultForm
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer, learning_rate
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
@@ -43,6 +47,18 @@ from fsdp_qlora.training.probes import probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
+
+
+def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dist.Store) -> Weights:
+    """Download the model's files where they are missing, and match them with its weights. Called on every rank."""
+    hub.fetch_weights(config.model_name, plan.folder, ranks=ranks, store=store)
+    return open_weights(plan)
+
+
+def open_weights(plan: ModelPlan) -> Weights:
+    """Open the model's files and match them with its weights."""
+    files = WeightFiles(plan.folder, plan.stored)
+    return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
 
 def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
@@ -97,6 +113,19 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     if pretrained:
         fill_from(model, pretrained, mesh, ranks.device, init=init)
     fill_start(model)
+
+
+def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
+    return ResultForm(
+        model=plan.meta.model,
+        model_config=plan.config,
+        tokenizer=plan.tokenizer,
+        base=Base.of(config.model_name, config.base_name),
+        base_folder=plan.folder,
+        kind=plan.train_type,
+        adapter=plan.adapter,
+        dtype=plan.precision.compute_dtype,
+    )
 
 
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:

@@ -15,42 +15,51 @@ from typing import Any
 import torch
 
 from fsdp_qlora.adapters.first_values import start_values
+from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
+from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
+from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
-from fsdp_qlora.control import clock, exits
+from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.schedule import RowsInMemory
 from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.errors import NotFinite, RankError, RunStopped
+from fsdp_qlora.errors import NotFinite, RankError, RunStopped, UserError
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles, Weights
+from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model import models
+from fsdp_qlora.output.environment import versions
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
+from fsdp_qlora.planning.plan import PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
-from fsdp_qlora.ranks.process_group import process_group_closed, release_loading_memory, start_process_group
-from fsdp_qlora.ranks.ranks import Ranks, read_ranks, set_up_logging
+from fsdp_qlora.ranks.process_group import (
+    check_agreement,
+    process_group_closed,
+    raise_on_all_ranks,
+    release_loading_memory,
+    start_process_group,
+)
+from fsdp_qlora.ranks.ranks import Ranks, derive_seed, read_ranks, set_up_logging
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
-from fsdp_qlora.results.card import Base
-from fsdp_qlora.results.write import ResultForm, check_uploads, leave_result, push_result, save_result
-from fsdp_qlora.run.identity import agree, known_facts, start_request
-from fsdp_qlora.run.load_model import build_trainer, load_model, precompute_reference
-from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.results.write import check_uploads, leave_result, push_result, save_result
+from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
+from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+from fsdp_qlora.storage.files import fingerprint_files, record_of
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 
@@ -106,8 +115,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             config = dataclasses.replace(config, **plan.chosen)
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.model)
-            hub.fetch_weights(config.model_name, plan.model.folder, ranks=ranks, store=store)
-            weights = open_weights(plan.model)
+            weights = fetch_weights(config, plan.model, ranks, store)
         start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)
@@ -161,19 +169,13 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
-    form = ResultForm(plan.model, Base.of(config.model_name, config.base_name))
-    samples = open_samples(config, plan, trainer, folder)
-    with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
+    form = result_form(config, plan.model)
+    extras = open_extras(config, plan, trainer, folder)
+    with guard.recording(state, identity, extras, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)
-        if plan.tasks:
-            recorder.measure_tasks = partial(
-                plan.tasks.measure, trainer.model, plan.model.tokenizer, plan.model.precision, ranks,
-                batch_size=config.batch_size, bootstrap_iters=0,
-            )  # fmt: skip
         try:
             with recorder.watching():
                 if ranks.device.type == "cuda":
-                    recorder.measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
                     try_memory(config, plan, trainer, start)
                 train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:
@@ -183,7 +185,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
                 push_result(folder, config.push_to_hub, ranks, public=config.push_public)
             raise
         if config.save_model:
-            save_result(form, trainer, folder, about=identity, progress=progress)
+            save_result(form, ranks, folder, about=identity, progress=progress)
         push_result(folder, config.push_to_hub, ranks, public=config.push_public)
         recorder.metrics.summary(progress.summary())
     seconds = clock.elapsed() - guard.started
@@ -204,18 +206,24 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         fit_on_gpu(trainer, rows, block_bytes=plan.model.memory.block, too_few=start.too_few)
 
 
-def open_weights(plan: ModelPlan) -> Weights:
-    """Open the model's files and match them with its weights."""
-    files = WeightFiles(plan.folder, plan.stored)
-    return match_tensors(plan.meta.model, files, packed=plan.is_packed)
-
-
 def memory_settings(config: TrainConfig, plan: PlacedModel, ranks: Ranks) -> str:
-    """What would help if memory is short, in words."""
-    recompute = config.recompute
-    is_all = recompute == "all" or (recompute == "auto" and ranks.device.type == "cpu")
-    chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
-    return exits.memory_settings(resolved_options(config) | chosen)
+    """The settings that would make the run need less memory, in words, for where nothing is left at auto."""
+    config = dataclasses.replace(config, **plan.placement.options)
+    settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
+    if config.batch_size > 1:
+        settings.append(
+            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
+        )
+    settings.append("a smaller --context_length")
+    if config.recompute != "all" and not (config.recompute == "auto" and ranks.device.type == "cpu"):
+        settings.append("--recompute all")
+    if config.sharding_strategy == "ddp":
+        settings.append("--sharding_strategy full_shard")
+    if not config.use_activation_cpu_offload:
+        settings.append("--use_activation_cpu_offload true")
+    if config.use_cpu_offload is not True:
+        settings.append("--use_cpu_offload true")
+    return f"{', '.join(settings)}, or more GPUs"
 
 
 def restore(state: TrainState, guard: Guard) -> Progress:
@@ -230,6 +238,19 @@ def restore(state: TrainState, guard: Guard) -> Progress:
     return Progress.from_dict(start.progress)
 
 
+def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Extras:
+    """What the options and the device let a run measure beside its losses."""
+    ranks, measure_tasks, measured = trainer.ranks, None, None
+    if plan.tasks:
+        measure_tasks = partial(
+            plan.tasks.measure, trainer.model, plan.model.tokenizer, plan.model.precision, ranks,
+            batch_size=config.batch_size, bootstrap_iters=0,
+        )  # fmt: skip
+    if ranks.device.type == "cuda":
+        measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
+    return Extras(open_samples(config, plan, trainer, folder), measure_tasks, measured)
+
+
 def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Samples | None:
     """What answers --sample_prompts at each evaluation; None without them."""
     if not config.sample_prompts:
@@ -242,3 +263,91 @@ def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path
     samples = Samples(plan.questions, prompt_format, generator, folder)
     prompt_format.close()
     return samples
+
+
+# --- what makes a run this run: its options, model, rows and the adapter it starts from ---
+
+
+def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
+    """Name what this start is to do with the run's folder."""
+    return StartRequest(
+        options=resolved_options(config),
+        may_differ=names_marked(MAY_DIFFER),
+        world_size=ranks.world_size,
+        resume=config.resume,
+        overwrite=config.overwrite_output_dir,
+        is_unattended=restarts.is_unattended(),
+    )
+
+
+def known_facts(plan: Plan) -> dict[str, Any]:
+    """What of the run is compared by content, as far as it is known without the weights: see FACTS of run_folder."""
+    model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
+    return {
+        "model": f"{derive_seed(model_config):x}",
+        "rows": plan.data.identity,
+        "precision": plan.model.precision_name,
+    }
+
+
+def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
+    """Check that all ranks have the same options, rows and model; returns the run's identity.
+
+    Raises:
+        UserError: they differ; the same on every rank.
+    """
+    options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
+    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
+    parent, digest = agree_on_parent(config, ranks, base)
+    check_agreement(
+        {
+            "the options": {name: value for name, value in options.items() if name not in per_node},
+            "the rows": facts["rows"],
+            "the prompts of --sample_prompts": plan.questions,
+            "the model": (facts["model"], sorted(weights.sources)),
+        },
+        ranks.device,
+    )
+    return {
+        "options": options,
+        "facts": {"base": base, **facts, "adapter": digest},
+        **({"parent": parent} if parent else {}),
+        "world_size": ranks.world_size,
+        "global_batch_size": plan.schedule.global_batch_size,
+        "versions": versions(),
+        **plan.data.provenance,
+    }
+
+
+def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:
+    """Whom the run descends from by --adapter, empty without, and a hash of it, which rank 0 has checked.
+
+    Args:
+        base: fingerprint of the base's weights, on rank 0.
+    Raises:
+        UserError: the adapter has changed since it was saved, or belongs to other weights; the same on every rank.
+    """
+    if config.adapter is None:
+        return {}, None
+    adapter = read_adapter(Path(config.adapter).expanduser())
+    with raise_on_all_ranks(UserError, ranks.device):
+        digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
+    return adapter.lineage(), digest
+
+
+def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
+    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other weights."""
+    try:
+        digest = record_of(adapter.weights).sha256
+        failure = result_error(adapter.folder, [adapter.weights.name])
+    except OSError as error:
+        failure = f"it cannot be read ({error})"
+    trained_on = adapter.record.get("base", {}).get("weights")
+    if failure is None and config.base_name is None and trained_on not in (None, base):
+        failure = (
+            f"it was trained on other weights than those of --model_name {config.model_name}. If they are the same in "
+            "other bits or files, say so by naming them: --base_name OWNER/NAME"
+        )
+    if failure:
+        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    return digest

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpointing.mirror import Mirror
 from fsdp_qlora.checkpointing.progress import Progress
@@ -27,6 +27,15 @@ from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.results.report import Facts, write_at_end
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
+
+
+class Extras(NamedTuple):
+    """What a run measures beside its losses: texts generated at each evaluation, --eval_tasks, and a GPU's memory and
+    speed beside the plan."""
+
+    samples: Samples | None = None
+    measure_tasks: Callable[..., dict[str, Any]] | None = None
+    measured: Measured | None = None
 
 
 class Guard:
@@ -102,7 +111,7 @@ class Guard:
 
     @contextlib.contextmanager
     def recording(
-        self, state: TrainState, identity: Mapping[str, Any], samples: Samples | None, *, total_steps: int
+        self, state: TrainState, identity: Mapping[str, Any], extras: Extras, *, total_steps: int
     ) -> Iterator["Recorder"]:
         """Guard the block: training, and saving its result. identity: of the run, for its checkpoints."""
         config, path, is_rank_0 = self.config, self.folder.path, self.ranks.is_rank_0
@@ -128,7 +137,7 @@ class Guard:
             closed_last.enter_context(contextlib.closing(saver))
             closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes
             self.facts.mark("loading")
-            yield Recorder(self, saver, metrics, mirror, samples)
+            yield Recorder(self, saver, metrics, mirror, extras)
         self.status.end("finished", None)
 
     def _report(self, error: object, *_: object) -> None:
@@ -153,18 +162,12 @@ class Guard:
 
 
 class Recorder:
-    """Keeps what training makes: metrics, samples, checkpoints and their mirror (training.loop.Observer).
+    """Keeps what training makes: metrics, samples, checkpoints and their mirror (training.loop.Observer)."""
 
-    Args:
-        samples: texts that are generated at each evaluation.
-    """
-
-    def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, samples: Samples | None) -> None:
-        self.guard, self.saver, self.metrics, self.mirror, self.samples = guard, saver, metrics, mirror, samples
+    def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras) -> None:
+        self.guard, self.saver, self.metrics, self.mirror, self.extras = guard, saver, metrics, mirror, extras
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
         self.control.is_writing = lambda: saver.is_writing
-        self.measured: Measured | None = None  # on a GPU
-        self.measure_tasks: Callable[..., dict[str, Any]] | None = None  # of --eval_tasks
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -178,8 +181,8 @@ class Recorder:
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
         self.metrics.step(record)
         self.facts.mark("steps")
-        if self.measured:
-            self.facts.describe(partial(self.measured.stepped, record))
+        if self.extras.measured:
+            self.facts.describe(partial(self.extras.measured.stepped, record))
         self.profile_step()
         self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:
@@ -190,10 +193,11 @@ class Recorder:
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
-        tasks = {"eval_tasks": self.measure_tasks(beat=beat)} if self.measure_tasks else {}
+        samples, measure_tasks, _ = self.extras
+        tasks = {"eval_tasks": measure_tasks(beat=beat)} if measure_tasks else {}
         self.metrics.evaluation(record | tasks)
-        if self.samples:
-            self.samples.write(progress.step, beat)
+        if samples:
+            samples.write(progress.step, beat)
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:

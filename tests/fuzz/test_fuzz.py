@@ -36,7 +36,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.run.run import open_weights
+from fsdp_qlora.run.load_model import open_weights
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
 
