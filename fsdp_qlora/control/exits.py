@@ -97,19 +97,16 @@ def aborting_others(presence: Presence) -> Iterator[None]:
             yield
         except Exception as error:
             presence.on_end(how_it_ends(error).state, str(error))
-            if presence.is_starting and presence.ranks.world_size > 1:
-                _abort_or_learn_why(error, presence)
-            raise
-
-
-def _abort_or_learn_why(error: Exception, presence: Presence) -> None:
-    if not isinstance(error, LostRank) and not _is_lost(error):
-        presence.abort_others(str(error) or repr(error), state=how_it_ends(error).state)
-        return
-    presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
-    if not isinstance(error, LostRank):
-        message = "The connection to another rank was lost before training began: it has ended."
-        raise LostRank(message) from error
+            if not presence.is_starting or presence.ranks.world_size == 1:
+                raise
+            if not isinstance(error, LostRank) and not _is_lost(error):
+                presence.abort_others(str(error) or repr(error), state=how_it_ends(error).state)
+                raise
+            presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
+            if isinstance(error, LostRank):
+                raise
+            message = "The connection to another rank was lost before training began: it has ended."
+            raise LostRank(message) from error
 
 
 @contextlib.contextmanager

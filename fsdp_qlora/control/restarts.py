@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from fsdp_qlora.errors import Ending
 
 if TYPE_CHECKING:  # torch is imported where it is needed, so that wrong options are reported quickly
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
+_KEY = "do_not_restart"
 NOTE_FILE = "FSDP_QLORA_NOTE_FILE"  # set by a launcher for its workers
 AUTO_RESTART = "FSDP_QLORA_AUTO_RESTART"  # set by scripts/run_forever.sh and the systemd unit
 
@@ -49,35 +50,27 @@ def forward_exit(file: Path) -> None:
 
 
 def _store(note: str) -> None:
-    if _has_agent_store() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
         with contextlib.suppress(Exception):  # torchrun may have ended; then nothing restarts
-            _agent_store().set(_key(), note)
+            if store := _agent_store():
+                store.set(_KEY, note)
 
 
 def previous_exit() -> tuple[int, str] | None:
     """(exit status, message) of a previous attempt that ended for good, None if there is none."""
-    if not is_restart() or not _has_agent_store():
-        return None
     with contextlib.suppress(Exception):
-        store = _agent_store()
-        if store.check([_key()]):
-            code, message = json.loads(store.get(_key()))
+        if is_restart() and (store := _agent_store()) and store.check([_KEY]):
+            code, message = json.loads(store.get(_KEY))
             return int(code), str(message)
     return None
 
 
-def _has_agent_store() -> bool:
-    """Whether the store is torchrun's own. With a fixed port it is rank 0's and ends with it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _key() -> str:
-    """Begins as those of `ranks.store.connect`."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/do_not_restart"
-
-
-def _agent_store() -> "TCPStore":
-    from torch.distributed import TCPStore
+def _agent_store() -> "Store | None":
+    """torchrun's own store; None where the ranks use rank 0's, which ends with it, as with a fixed port."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import PrefixStore, TCPStore
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, timeout=datetime.timedelta(seconds=10), wait_for_workers=False)
+    store = TCPStore(host, port, timeout=datetime.timedelta(seconds=10), wait_for_workers=False)
+    return PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "0"), store)

@@ -72,14 +72,14 @@ class Watchdog:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        everyone = self._gather_positions()
+        positions = self._gather_positions()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
             bindings = torch._C._distributed_c10d
             # torch 2.13 has the second only.
             dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
             stacks.with_suffix(".json").write_bytes(dump())
-        message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
-        if self.ranks.rank == min(everyone):  # one message, from the first rank that still answers
+        message = _describe_hang(positions, self.ranks.world_size, self.hang_seconds)
+        if self.ranks.rank == min(positions):  # one message, from the first rank that still answers
             write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
             note_reason(message)
             self.presence.on_end("hung", message)
@@ -90,27 +90,27 @@ class Watchdog:
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
         own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
-        everyone = {self.ranks.rank: own}
+        positions = {self.ranks.rank: own}
         end = time.monotonic() + _ANSWER_SECONDS
         with self.presence.using_store() as store:
             store.set(f"hang/{self.ranks.rank}", json.dumps(own))
-            while len(everyone) < self.ranks.world_size and time.monotonic() < end:
-                for rank in set(range(self.ranks.world_size)) - everyone.keys():
+            while len(positions) < self.ranks.world_size and time.monotonic() < end:
+                for rank in set(range(self.ranks.world_size)) - positions.keys():
                     if store.check([f"hang/{rank}"]):
-                        everyone[rank] = json.loads(store.get(f"hang/{rank}"))
+                        positions[rank] = json.loads(store.get(f"hang/{rank}"))
                 time.sleep(0.1)
         time.sleep(1)  # no rank may end, and the store with it, before all have read it
-        return everyone
+        return positions
 
 
-def _describe_hang(everyone: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
+def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
     def position(rank: int) -> tuple[bool, int, int]:
-        own = everyone[rank]
+        own = positions[rank]
         return own["step"], PHASES.index(own["phase"]), own["is_waiting"]
 
-    silent = sorted(set(range(world_size)) - everyone.keys())
-    first = min(map(position, everyone))
-    late = [rank for rank in sorted(everyone) if position(rank) == first]
+    silent = sorted(set(range(world_size)) - positions.keys())
+    first = min(map(position, positions))
+    late = [rank for rank in sorted(positions) if position(rank) == first]
     nothing = f"No rank has made progress for {seconds / 60:.3g} minutes"
     if silent:
         return (
@@ -118,7 +118,7 @@ def _describe_hang(everyone: dict[int, dict[str, Any]], world_size: int, seconds
         )
     places = "; ".join(
         f"rank {rank} at step {own['step']}, {own['phase']}, in {own['where']}"
-        for rank, own in sorted(everyone.items())
+        for rank, own in sorted(positions.items())
     )
     if len(late) == world_size:
         return f"{nothing}, and all are at the same point: {places}."

@@ -39,7 +39,7 @@ SAMPLE_TOKENS = 128  # of each answer of a training run, at most
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen from a model's predictions.
+    """Options that choose a token from a model's predictions.
 
     temperature: 0 takes the most likely token. top_p: only the most likely tokens with this probability together are
     drawn from (Holtzman et al. 2020). seed: of the draws; those of a prompt depend on it and the prompt's number only.
@@ -75,7 +75,7 @@ class Draws(LogitsProcessor):
 
 @dataclass
 class Answer:
-    """What is generated for one prompt. number: of the prompt. is_done: whether it has ended by itself."""
+    """The text generated for one prompt. number: of the prompt. is_done: whether it has ended by itself."""
 
     number: int
     prompt: list[int]
@@ -175,10 +175,10 @@ class TextGenerator:
 
 
 def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
-    """What `describe` says, in JSON's values, of the answers of all ranks, in the order of their prompts."""
+    """Gather the answers of all ranks in the order of their prompts, each as `describe` makes it, in JSON's values."""
     text = json.dumps([[answer.number, describe(answer)] for answer in answers])
-    everything = [pair for part in all_gather_strings(text, device) for pair in json.loads(part)]
-    return [described for _, described in sorted(everything, key=lambda pair: int(pair[0]))]
+    gathered = [pair for part in all_gather_strings(text, device) for pair in json.loads(part)]
+    return [described for _, described in sorted(gathered, key=lambda pair: int(pair[0]))]
 
 
 class Samples:
@@ -201,8 +201,8 @@ class Samples:
         mine = range(ranks.rank, len(self._prompts), ranks.world_size)
         most = -(-len(self._prompts) // ranks.world_size)
         answers = [Answer(number, self._prompts[number]) for number in mine]
-        for turn in range(most):  # one at a time: the memory is that of the training
-            self._generator.generate(answers[turn : turn + 1], beat=beat)
+        for index in range(most):  # one at a time: the memory is that of the training
+            self._generator.generate(answers[index : index + 1], beat=beat)
         texts = gather_answers(answers, self._generator.stops.text_of, ranks.device)
         records = [
             {"step": step, "prompt": asked.messages[-1]["content"], "text": text}

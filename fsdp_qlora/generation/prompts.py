@@ -22,7 +22,7 @@ _INSTRUCTION, _CONTEXT = ("instruction", "question", "prompt", "text"), ("input"
 
 
 class Question(NamedTuple):
-    """What is asked: a conversation that ends with the user, or an instruction with its context."""
+    """A question: a conversation that ends with the user, or an instruction with its context."""
 
     messages: list[dict[str, str]]
     context: str = ""
@@ -151,8 +151,8 @@ def _question_of(row: Any) -> Question | None:
     messages = row.get("messages")
     if isinstance(messages, list):
         known = all(
-            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-            for turn in messages
+            isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in messages
         )
         while known and messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]

@@ -59,7 +59,7 @@ class Tasks:
                 dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][ranks.rank :: ranks.world_size]
                 own = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **more)
                 parts = map(json.loads, all_gather_strings(json.dumps(own), torch.device("cpu")))
-                return [tuple(answer) for turn in zip(*parts, strict=True) for answer in turn][: len(requests)]
+                return [tuple(answer) for answers in zip(*parts, strict=True) for answer in answers][: len(requests)]
 
         beating = model.register_forward_pre_hook(lambda *_: beat())
         autocast = precision.compute_dtype if precision.autocast else None

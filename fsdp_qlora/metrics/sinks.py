@@ -1,4 +1,4 @@
-"""What all sinks share, and TensorBoard's: curves on this machine, named as wandb has them."""
+"""The base classes of sinks, and TensorBoard's: curves on this machine, named as wandb has them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class QueuedSink(Sink):
         """End the library's run, after all calls have been made."""
 
     def advice(self) -> str:
-        """What a user can do about missing records."""
+        """Advice to the user about missing records."""
         return ""
 
     def step(self, record: Record, eta_seconds: float | None) -> None:

@@ -56,7 +56,7 @@ def machine() -> dict[str, str]:
 
 
 def gpus() -> dict[str, str]:
-    """What torch sees, and what the driver's own program sees, which may differ."""
+    """The GPUs that torch sees, and those that the driver's own program sees, which may differ."""
     try:
         import torch
         from torch.utils import collect_env

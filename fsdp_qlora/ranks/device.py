@@ -89,7 +89,7 @@ def _listed_cards() -> list[tuple[str, str]]:
 
 
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same values, with the CPU's tensors among them on the device.
+    """Copy the CPU's tensors among some values to the device; other values stay as they are.
 
     They go there in one copy from pinned memory, so that the host never waits: from ordinary memory the driver stages
     at most 64 KiB without waiting. torch's allocator gives the pinned memory to nobody else before the copy is done.

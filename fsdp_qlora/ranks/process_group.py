@@ -75,16 +75,16 @@ def gather_numbers(
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             mine[index].add_(value)
-    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    all_gather(everyone, mine, group=group)
-    return everyone.view(-1, mine.numel()).cpu()
+    gathered = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    all_gather(gathered, mine, group=group)
+    return gathered.view(-1, mine.numel()).cpu()
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(
     kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Where the block fails with `kind` on one rank, after its last collective, raise that error on every rank."""
+    """Raise on every rank the error of `kind` with which the block fails on one, after its last collective."""
     failure = ""
     try:
         yield
@@ -160,7 +160,7 @@ def all_gather_strings(text: str, device: torch.device, group: dist.ProcessGroup
     if not size:
         return [""] * len(lengths)
     padded = torch.tensor(list(mine.ljust(size)), dtype=torch.uint8, device=device)
-    everyone = padded.new_empty(len(lengths) * size)
-    all_gather(everyone, padded, group=group)
-    rows = everyone.view(-1, size).tolist()
+    gathered = padded.new_empty(len(lengths) * size)
+    all_gather(gathered, padded, group=group)
+    rows = gathered.view(-1, size).tolist()
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

@@ -37,7 +37,7 @@ class Base(NamedTuple):
 
     @classmethod
     def of(cls, model_name: str, published: str | None = None) -> "Base":
-        """Of a model as an option names it. published: a name on the hub that is given to it."""
+        """Make it of a --model_name. published: a name on the hub for it."""
         name = published or public_name(model_name)
         return cls(name, is_on_hub="/" in name or not Path(model_name).expanduser().is_dir())
 

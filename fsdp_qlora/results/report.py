@@ -85,7 +85,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run's folder says; all values are JSON types.
+    """A run as its folder describes it; all values are JSON types.
 
     steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
     evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.

@@ -173,7 +173,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
 
 
 def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]) -> RunData:
-    """The rows with the log-probabilities of the model that training starts from.
+    """Add to the rows their log-probabilities under the model that training starts from.
 
     Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is loaded.
     """
@@ -206,7 +206,7 @@ def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
 
 
 def shares_prompts(plan: Plan, ranks: Ranks) -> bool:
-    """Whether what both answers of a pair begin with can be computed once, which is logged. Called on every rank."""
+    """Whether the shared prompt of a pair can be computed once; log the answer. Called on every rank."""
     model, data = plan.model, plan.data.train
     reason = probe_packing(model.meta.model, model.documents, ranks, model.precision, is_exact=False, num_shared=3)
     if reason:

@@ -239,7 +239,7 @@ def restore(state: TrainState, guard: Guard) -> Progress:
 
 
 def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Extras:
-    """What the options and the device let a run measure beside its losses."""
+    """Collect what the options and the device let a run measure beside its losses."""
     ranks, measure_tasks, measured = trainer.ranks, None, None
     if plan.tasks:
         measure_tasks = partial(
@@ -252,7 +252,7 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
 
 
 def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Samples | None:
-    """What answers --sample_prompts at each evaluation; None without them."""
+    """Make what answers --sample_prompts at each evaluation; None without them."""
     if not config.sample_prompts:
         return None
     model, tokenizer = plan.model.meta.model, plan.model.tokenizer
@@ -281,7 +281,7 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
 
 
 def known_facts(plan: Plan) -> dict[str, Any]:
-    """What of the run is compared by content, as far as it is known without the weights: see FACTS of run_folder."""
+    """Hash what is compared by content and known without the weights: see FACTS of run_folder."""
     model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
     return {
         "model": f"{derive_seed(model_config):x}",
@@ -320,7 +320,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
 
 
 def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:
-    """Whom the run descends from by --adapter, empty without, and a hash of it, which rank 0 has checked.
+    """The parent adapter's lineage and, on rank 0, its hash; empty without --adapter.
 
     Args:
         base: fingerprint of the base's weights, on rank 0.

@@ -1,4 +1,4 @@
-"""What surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
+"""Surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
 
 import contextlib
 import time
@@ -30,7 +30,7 @@ _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 *
 
 
 class Extras(NamedTuple):
-    """What a run measures beside its losses: texts generated at each evaluation, --eval_tasks, and a GPU's memory and
+    """Measurements beside the losses: texts generated at each evaluation, --eval_tasks, and a GPU's memory and
     speed beside the plan."""
 
     samples: Samples | None = None

@@ -148,7 +148,7 @@ def why_not_writable(folder: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where anything is kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
+    """The folder kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
     if given := os.environ.get("FSDP_QLORA_CACHE"):
         return Path(given)
     try:
