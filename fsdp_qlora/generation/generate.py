@@ -4,17 +4,17 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
@@ -51,9 +51,10 @@ class SamplingOptions:
     seed: int = 0
 
 
-class Draws(LogitsProcessor):
-    """Keep the logit of one drawn token for each prompt. `generate(do_sample=True)` would draw from torch's own random
-    state, so that the answer to a prompt would depend on the others in its batch.
+class Draws:
+    """A logits processor that keeps one drawn token for each prompt.
+
+    `generate(do_sample=True)` draws from torch's own random state: answers would depend on the others in their batch.
 
     Args:
         numbers: of the prompts in the batch.
@@ -105,21 +106,6 @@ class Stops:
         return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
-class _Following(StoppingCriteria):
-    """Fill in the answers of a batch, token by token, until each has ended."""
-
-    def __init__(self, answers: Sequence[Answer], stops: Stops, show: Callable[[Answer], object]) -> None:
-        self._answers, self._stops, self._show = answers, stops, show
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        for answer, token in zip(self._answers, input_ids[:, -1].tolist(), strict=True):
-            if not answer.is_done:
-                answer.tokens.append(token)
-                answer.is_done = self._stops.ends(answer.tokens)
-                self._show(answer)
-        return torch.tensor([answer.is_done for answer in self._answers], device=input_ids.device)
-
-
 class TextGenerator:
     """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as before; a training step
     sets the mode itself."""
@@ -145,9 +131,19 @@ class TextGenerator:
         """
         model, device = self._model, self.ranks.device
         batch = answers or [Answer(0, [0], is_done=True)]
-        padding = [max(len(answer.prompt) for answer in batch) - len(answer.prompt) for answer in batch]
-        ids = [[0] * pad + answer.prompt for pad, answer in zip(padding, batch, strict=True)]
-        attended = [[0] * pad + [1] * len(answer.prompt) for pad, answer in zip(padding, batch, strict=True)]
+        # The model's device is the CPU where embeddings are offloaded; FSDP2 moves the inputs.
+        prompts = [torch.tensor(answer.prompt, device=model.device) for answer in batch]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+
+        def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            """Take each answer's next token; returns which have ended."""
+            for answer, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
+                if not answer.is_done:
+                    answer.tokens.append(token)
+                    answer.is_done = self.stops.ends(answer.tokens)
+                    show(answer)
+            return torch.tensor([answer.is_done for answer in batch], device=input_ids.device)
+
         draws = [Draws(self._options, [each.number for each in batch])] if self._options.temperature else []
         counts = gather_numbers([len(batch)], device).flatten().int().tolist()
         beating = model.register_forward_pre_hook(lambda *_: beat())
@@ -159,11 +155,11 @@ class TextGenerator:
                 head.counts = [counts[rank] for rank in sharing_ranks(model)]
             with torch.autocast(device.type, self._precision.compute_dtype, enabled=self._precision.autocast):
                 model.eval().generate(
-                    torch.tensor(ids, device=model.device),  # the CPU with offloaded embeddings; FSDP2 moves it
-                    attention_mask=torch.tensor(attended, device=model.device),
+                    padded(prompts),
+                    attention_mask=padded([torch.ones_like(prompt) for prompt in prompts]),
                     max_new_tokens=self._options.max_new_tokens,
                     logits_processor=LogitsProcessorList(draws),
-                    stopping_criteria=StoppingCriteriaList([_Following(batch, self.stops, show)]),
+                    stopping_criteria=StoppingCriteriaList([follow]),
                     synced_gpus=True,
                 )
         finally:
