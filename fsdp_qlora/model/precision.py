@@ -25,11 +25,6 @@ class Precision(NamedTuple):
         """Whether the range of gradients is so narrow that the loss must be scaled."""
         return self.compute_dtype == torch.float16
 
-    @property
-    def compute_name(self) -> str:
-        """The compute dtype as options call it."""
-        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
-
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS: dict[str, Precision] = {

@@ -240,29 +240,20 @@ def restore(state: TrainState, guard: Guard) -> Progress:
 
 def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Extras:
     """Collect what the options and the device let a run measure beside its losses."""
-    ranks, measure_tasks, measured = trainer.ranks, None, None
+    model, ranks, tokenizer, precision = trainer.model, trainer.ranks, plan.model.tokenizer, plan.model.precision
+    samples = measure_tasks = measured = None
+    if config.sample_prompts:
+        prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
+        stops = Stops(tokenizer, model, prompt_format.stop_text)
+        generator = TextGenerator(model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS))
+        samples = Samples(plan.questions, prompt_format, generator, folder)
+        prompt_format.close()
     if plan.tasks:
-        measure_tasks = partial(
-            plan.tasks.measure, trainer.model, plan.model.tokenizer, plan.model.precision, ranks,
-            batch_size=config.batch_size, bootstrap_iters=0,
-        )  # fmt: skip
+        options: dict[str, Any] = {"batch_size": config.batch_size, "bootstrap_iters": 0}
+        measure_tasks = partial(plan.tasks.measure, model, tokenizer, precision, ranks, **options)
     if ranks.device.type == "cuda":
         measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
-    return Extras(open_samples(config, plan, trainer, folder), measure_tasks, measured)
-
-
-def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Samples | None:
-    """Make what answers --sample_prompts at each evaluation; None without them."""
-    if not config.sample_prompts:
-        return None
-    model, tokenizer = plan.model.meta.model, plan.model.tokenizer
-    prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
-    stops = Stops(tokenizer, model, prompt_format.stop_text)
-    sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
-    generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, sampling)
-    samples = Samples(plan.questions, prompt_format, generator, folder)
-    prompt_format.close()
-    return samples
+    return Extras(samples, measure_tasks, measured)
 
 
 # --- what makes a run this run: its options, model, rows and the adapter it starts from ---
