@@ -16,6 +16,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
@@ -90,14 +91,17 @@ def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Ma
     with as_at_start(adapted_layers(model)):
         alone = model(**inputs, use_cache=False).logits
     reshard_all(model)
-    error = (beside[len(alone) :] - alone).float().norm() / alone.float().norm()
-    # Where there are no values, as on a stand-in for a GPU, all is equal.
-    most = gather_numbers([torch.nan_to_num(error)], alone.device).max().item()
+    most = _most((beside[len(alone) :] - alone).float().norm() / alone.float().norm())
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"The blocks of {type(model).__name__} tell each other more than hidden states, so a reference cannot pass "
             "through them beside the model that trains. Compute it before: --precompute_reference true."
         )
+
+
+def _most(error: torch.Tensor) -> float:
+    """The largest error of all ranks; 0 where there are no values, as on a stand-in for a GPU."""
+    return gather_numbers([torch.nan_to_num(error)], error.device).max().item()
 
 
 def _head_loss_blocker(model: PreTrainedModel) -> str:
@@ -132,9 +136,7 @@ def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, An
     found = attach_head_loss(model, form)(inputs, rows, targets)
     reshard_all(model)
     expected = F.cross_entropy(logits[0].float(), targets, reduction="sum")
-    # Where there are no values, as on a stand-in for a GPU, all is equal.
-    error = torch.nan_to_num((found - expected).abs() / expected.abs())
-    return gather_numbers([error], logits.device).max().item()
+    return _most((found - expected).abs() / expected.abs())
 
 
 def probe_packing(
@@ -163,8 +165,7 @@ def probe_packing(
     except (NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
     else:
-        # The same decision on every rank.
-        most = gather_numbers([difference], ranks.device).max().item()
+        most = _most(difference)  # the same decision on every rank
         reason = None if most <= tolerance else f"a second document in a row differs by {most:.0%} from it alone"
     reshard_all(model)
     return reason
@@ -173,7 +174,7 @@ def probe_packing(
 @torch.no_grad()
 def _difference(
     model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, num_shared: int
-) -> float:
+) -> torch.Tensor:
     """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
     model.eval()
     vocab_size = model.get_input_embeddings().num_embeddings
@@ -184,21 +185,18 @@ def _difference(
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
         kind, dtype = ranks.device.type, precision.compute_dtype
         with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
-            found: torch.Tensor = model(input_ids=input_ids.to(ranks.device), use_cache=False, **documents).logits
+            inputs = to_device({"input_ids": input_ids, **documents}, ranks.device)
+            found: torch.Tensor = model(**inputs, use_cache=False).logits
         reshard_all(model)
         return found
 
     alone = logits(batch)[1, num_shared : len(second)].double()
-    documents = {
-        name: value.to(ranks.device) if isinstance(value, torch.Tensor) else value
-        for name, value in describe_documents(list(_LENGTHS), [num_shared] if num_shared else None).items()
-    }
+    documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
     with attending(model, implementation):
         behind = logits(torch.cat([first, second[num_shared:]])[None], **documents)[0, len(first) :].double()
     scale = (alone - alone.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    off, scale = (behind - alone).norm(dim=-1).tolist(), scale.tolist()
-    # Where there are no values, as on a stand-in for a GPU, all is equal.
-    shares = sorted(a / b if b else a for a, b in zip(off, scale, strict=True))
+    off = (behind - alone).norm(dim=-1)
+    shares = torch.where(scale > 0, off / scale, off).sort().values
     return shares[len(shares) // 2]
 
 
