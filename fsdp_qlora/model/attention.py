@@ -113,7 +113,7 @@ def can_share(implementation: str | None) -> bool:
 
 
 def packing_blocker(model: PreTrainedModel) -> str | None:
-    """What a model lacks so that documents cannot lie in one row, by its structure; None if nothing is known.
+    """The reason why documents cannot lie in one row, by a model's structure; None if none is known.
 
     The rest is found by a probe (training/probes.py). Models that flash-attn can compute get everything that a mask
     would say, such as sliding windows, as arguments of the attention function.
@@ -161,7 +161,7 @@ def describe_kernel(
 
 
 class Call(NamedTuple):
-    """What a model tells its attention function, and `describe_documents` told the model.
+    """Arguments of an attention function from the model, and from `describe_documents`.
 
     ends: int32 [documents + 1]. lengths: of the documents. window: tokens that a token sees, itself included, None for
     all before it. softcap: of the scores. sinks: a score for each head that takes attention from all tokens.

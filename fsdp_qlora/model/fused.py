@@ -150,7 +150,7 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 
 
 def describe_fused(model: nn.Module) -> str:
-    """What computes the blocks' norms and gates, for a line of the log."""
+    """Describe for the log how norms and gates are computed."""
     norms, mlps = (sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp))
     return f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the model's code"
 
@@ -205,7 +205,7 @@ class RmsNorm(nn.Module):
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
-    """The same norm by torch's function; None if the module, on the meta device, computes something else."""
+    """Replace a norm by torch's function; None if the module, on the meta device, computes something else."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len([*module.parameters(), *module.buffers(), *module.children()]) != 1:
         return None
@@ -289,7 +289,7 @@ class GatedMlp(Mlp):
 
 
 def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """The same MLP with its elementwise part in one function; None if the module computes something else."""
+    """Replace an MLP's elementwise part by one function; None if the module computes something else."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     linears = _linears_alone(module)
     if len(linears) != 3 or len(children) > 4:
@@ -342,7 +342,7 @@ def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool
 
 @torch.no_grad()
 def as_own_mlp(module: nn.Module) -> Mlp | None:
-    """The same MLP by its own code; None if, with small random layers, what it gives for a token depends on others."""
+    """Wrap an MLP's own code; None if, with small random layers, its output for a token depends on others."""
     linears = _linears_alone(module)
     if len(linears) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What a decoder block keeps and needs at work: one pass of the real block on the meta device, its storages counted."""
+"""Measures the memory of a decoder block: one pass of the block on the meta device, its storages counted."""
 
 import copy
 import logging
@@ -98,7 +98,9 @@ class _Loss(torch.autograd.Function):
 def measure_blocks(
     parts: ModelParts, precision: Precision, lengths: Lengths, documents: str | None
 ) -> list[BlockBytes]:
-    """What each decoder block keeps and needs, blocks of equal shapes measured once; a second for an 8B or a 70B.
+    """Measure the bytes that each decoder block keeps and needs; takes a second for an 8B or a 70B.
+
+    Blocks of equal shapes are measured once.
 
     Args:
         lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager one
@@ -176,7 +178,7 @@ class _Reached(Exception):
 
 
 def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any]) -> _Inputs:
-    """What the model gives its first block: found by its own code, with hidden states that take no memory."""
+    """Find the arguments of the first block by the model's own code, with hidden states that take no memory."""
     model: PreTrainedModel = parts.model
     embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
     dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype

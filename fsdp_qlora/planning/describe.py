@@ -20,7 +20,7 @@ from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, count_param
 log = logging.getLogger("fsdp_qlora")
 
 
-def tell(config: TrainConfig, first: str, *details: str | None) -> None:
+def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
     """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with verbose all."""
     log.info("%s", first if config.dry_run or config.verbose else fit(first))
     for line in filter(None, details):

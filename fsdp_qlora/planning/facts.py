@@ -1,4 +1,4 @@
-"""What a report shows of a planned run: its environment, its data, its memory, and what a GPU measured of it."""
+"""Facts for the report of a run: environment, data, planned memory, and memory and speed measured on a GPU."""
 
 import dataclasses
 import logging

@@ -47,7 +47,7 @@ def fit(settings: Sequence[T], memory: Callable[[T], float], free: float, *, fal
 
 
 def with_margin(estimate: int) -> int:
-    """What must be free on a GPU for a step that is estimated to need so many bytes."""
+    """Bytes that must be free on a GPU for a step that is estimated to need so many."""
     return int(estimate * (1 + _MARGIN_SHARE)) + _MARGIN
 
 
@@ -76,7 +76,7 @@ class Placement(NamedTuple):
 
 
 def possible_offloads(use_cpu_offload: bool | int | str, num_blocks: int, *, can_offload: bool = True) -> list[Offload]:
-    """What the option leaves open, the faster first. can_offload: whether auto may choose the host."""
+    """The offloads that the option leaves open, the faster first. can_offload: whether auto may choose the host."""
     nothing, everything = Offload(), Offload(num_blocks, embeddings=True)
     if use_cpu_offload == "auto":
         return [nothing, everything] if can_offload else [nothing]

@@ -40,7 +40,7 @@ Sizes = dict[str, int]  # what it is -> bytes
 
 @dataclass(frozen=True)
 class Step:
-    """What the memory of a run depends on besides its model.
+    """The settings that the memory of a run depends on besides its model.
 
     num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
     until the backward pass. offload: weights that come from the host. num_tokens: of the longest micro-batch.

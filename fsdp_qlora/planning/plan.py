@@ -43,7 +43,7 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run computes on.
+    """The devices that a run computes on.
 
     device: of its ranks; in a dry run often a GPU that is not here. world_size: ranks of the run. ranks: this process.
     free: bytes of a GPU that is elsewhere, if it is known.
@@ -138,7 +138,7 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in plan.notes:
         log.info("%s", note)
-    describe.tell(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
+    describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
     models.warn_of_long_context(model_config, config.context_length)
     return plan
 

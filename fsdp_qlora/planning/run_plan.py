@@ -43,9 +43,9 @@ class Plan:
     schedule: Schedule
     warmup_steps: int
     questions: tuple[Question, ...] = ()
-    """Of --sample_prompts."""
+    """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
-    """Of --eval_tasks."""
+    """The tasks of --eval_tasks."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Options that --auto replaces."""
 
@@ -73,7 +73,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
-    _tell(config, plan)
+    _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
     return plan
@@ -100,17 +100,17 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     return options
 
 
-def _tell(config: TrainConfig, plan: Plan) -> None:
+def _log_plan(config: TrainConfig, plan: Plan) -> None:
     """Log rows, steps and memory."""
     model, data, machine, here = plan.model, plan.data, plan.model.machine, plan.model.machine.gpu_memory
-    describe.tell(config, sample_line(data.train, int(data.train_rows[0]), model.tokenizer))
+    describe.log_plan(config, sample_line(data.train, int(data.train_rows[0]), model.tokenizer))
     for line in (plan.schedule.describe(plan.warmup_steps), *model.notes):
         log.info("%s", line)
     where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"
     on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
     memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
     pieces = describe.describe_pieces(model.meta.parts, model.memory, model.step.num_tokens)
-    describe.tell(config, *memory, pieces and f"  {pieces}", model.reason)
+    describe.log_plan(config, *memory, pieces and f"  {pieces}", model.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:

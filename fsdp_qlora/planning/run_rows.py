@@ -64,7 +64,7 @@ class RunRows:
         self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
 
     def planned(self) -> PlannedRows:
-        """What a plan needs; rows of a stream are as long as the options allow, on average as the stream's first."""
+        """Sum up the rows; those of a stream are as long as the options allow, on average as the stream's first."""
         schedule = self.schedule
         of_epoch = epoch_order(self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture)
         number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)

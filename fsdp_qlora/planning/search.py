@@ -179,7 +179,7 @@ class Planner:
         return self._rows[key]
 
     def _measure(self, lengths: Lengths) -> list[BlockBytes]:
-        """What blocks keep and need for a micro-batch."""
+        """Bytes that each block keeps and needs for a micro-batch."""
         key, model = (*lengths.of_documents, *(lengths.shared or ())), self.model
         if key not in self._blocks:
             self._blocks[key] = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
@@ -269,7 +269,7 @@ class Planner:
 
 
 def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
-    """Those that fit with a margin first, the fastest first; then the others, the nearest to it first."""
+    """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it first."""
     return sorted(found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed))
 
 

@@ -31,7 +31,7 @@ _PRODUCT_SECONDS = 1.8e-4
 
 
 class Work(NamedTuple):
-    """What a rank does in a micro-batch.
+    """The work of a rank in a micro-batch.
 
     operations: floating-point, of products. memory: bytes of its own memory. link, host: from other ranks, and there.
     products: with an expert's matrix each. blocks: that are passed through, forward, again or backward.
@@ -74,7 +74,7 @@ class Mixture(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a model's time depends on.
+    """The sizes that a model's time depends on.
 
     linear, head, adapter: weights of the blocks' matrices that work on a token, of the head, of adapters. stored: bytes
     of the base. attended: heads x their size.
@@ -136,7 +136,7 @@ def seconds(work: Work, gpu: Gpu) -> float:
 
 
 def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
-    """Of all ranks of a model in its place. size: of its parts."""
+    """Tokens per second of all ranks together. size: of the model's parts."""
     work = count_work(
         size,
         micro_batch,

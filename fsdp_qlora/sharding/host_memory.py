@@ -102,7 +102,7 @@ class SideStream:
 
 
 class InputStore:
-    """Where all blocks pack their inputs.
+    """Packs the inputs of all blocks.
 
     An input is copied to the host while its block runs, and comes back while the block after it runs backward. The
     newest stays on the device: the backward pass begins with it. Host memory is used again from step to step.

@@ -18,7 +18,7 @@ from fsdp_qlora.ranks.shards import shard_bounds
 
 
 class Offload(NamedTuple):
-    """What is in host memory but for adapters: so many decoder blocks, and with `embeddings` all other weights too."""
+    """The weights in host memory, adapters excepted: of so many decoder blocks, and with `embeddings` all others."""
 
     blocks: int = 0
     embeddings: bool = False
@@ -83,7 +83,7 @@ class ModelParts:
 
 
 class Kind(NamedTuple):
-    """What parameters have in common.
+    """The properties by which parameters are counted.
 
     category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
     num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.

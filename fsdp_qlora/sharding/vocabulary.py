@@ -151,7 +151,7 @@ class _RowExchange:
         module.register_forward_hook(self._leave, always_call=True)
 
     def own_rows(self) -> torch.Tensor:
-        """Where they are kept, perhaps in host memory."""
+        """This rank's rows, on the device that stores them."""
         weight: Any = self.module.weight
         return local_part(weight)
 

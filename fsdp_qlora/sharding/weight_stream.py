@@ -67,7 +67,7 @@ class _WeightStream:
         self.parts[following].prefetch()
 
     def _following(self, index: int) -> int:
-        """What is used next: where the forward pass ends the backward pass begins, and the other way round."""
+        """The module that is used next: a backward pass begins where the forward pass ends, and the other way round."""
         last = len(self.parts) - 1
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward:

@@ -64,7 +64,7 @@ def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def logits_bytes(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """What the logits of so many tokens need at a time, computed in `dtype`."""
+    """Bytes of the logits that are there at a time for so many tokens, computed in `dtype`."""
     return min(num_tokens, tokens_at_a_time(vocabulary, dtype)) * vocabulary * _bytes_per_logit(dtype)
 
 
@@ -157,7 +157,7 @@ def chunked_loss(
 
 
 class WholeVocabulary:
-    """What `SharedHead` asks of other ranks, where a rank has the whole head."""
+    """Stands in for `SharedHead` where a rank has the whole head: there is nothing to exchange."""
 
     first = 0
 

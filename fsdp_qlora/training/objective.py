@@ -57,7 +57,7 @@ class StepObjective:
             yield "nll_loss"
 
     def totals(self, table: TokenizedRows, rows: np.ndarray) -> Totals:
-        """What all micro-batches of these rows must know of each other, but the divergence."""
+        """Count the rows, all but the divergence."""
         if self.is_mean_over_tokens:
             return Totals(int(table.num_targets[rows].sum()))
         if self.has_labels:
@@ -125,7 +125,7 @@ class StepObjective:
         return found | ({"kl": totals.divergence} if self.has_labels else {})
 
     def describe_loss(self, loss: float) -> dict[str, float]:
-        """What else an evaluation's loss says: the perplexity, if it is a mean over tokens."""
+        """The perplexity, if the loss of an evaluation is a mean over tokens."""
         # exp(709) is the largest that a float holds.
         return {"perplexity": math.exp(loss) if loss < 709 else math.inf} if self.is_mean_over_tokens else {}
 

@@ -213,11 +213,11 @@ class GpuMeter:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def most(self) -> int:
-        """What this process could reserve: it already has some of it."""
+        """Bytes that this process could reserve, with those that it has reserved."""
         return int(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
 
     def room(self) -> int:
-        """What the probe has left free, beyond the margin; negative if it used the margin."""
+        """Bytes that the probe has left free beyond the margin; negative if it used the margin."""
         return self.most() - int(torch.cuda.max_memory_reserved(self.device)) - self.margin
 
     def most_in_steps(self) -> float:
