@@ -21,8 +21,8 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_qlora.commands.plan import known_config
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.planning.known_models import known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
@@ -72,7 +72,7 @@ def parts_of_gathers(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
 
 
 def main() -> int:
-    known = yaml.safe_load((ROOT / "fsdp_qlora" / "planning" / "known_models.yaml").read_text())
+    known = yaml.safe_load((ROOT / "fsdp_qlora" / "commands" / "known_models.yaml").read_text())
     rows: dict[str, dict[str, list[Any]]] = {}
     for name in known:
         config = known_config(name)

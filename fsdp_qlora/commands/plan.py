@@ -1,5 +1,6 @@
 """Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
 
+import difflib
 import html
 import itertools
 import logging
@@ -7,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import try_to_load_from_cache
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import value_text
@@ -17,7 +19,6 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model.models import load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.describe import describe_pieces, format_count
-from fsdp_qlora.planning.known_models import close_names, known_config
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.sharding.model_parts import count_parameters
@@ -28,6 +29,23 @@ _LARGEST = 10  # things that --explain names
 _BAR = 34  # columns
 _PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
+# The configs of well-known models by name, so that a plan needs no network.
+_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+
+
+def known_config(name: str) -> PretrainedConfig | None:
+    """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
+    plain = name.lower().rpartition("/")[2].replace("meta-", "")
+    for suffix in ("-instruct", "-base", "-hf", "-chat", "-it", "-pt", "-v0.1", "-v0.3"):
+        plain = plain.removesuffix(suffix)
+    if plain not in _MODELS:
+        return None
+    return AutoConfig.for_model(**{"tie_word_embeddings": False, "max_position_embeddings": 131072, **_MODELS[plain]})
+
+
+def close_names(name: str) -> list[str]:
+    """Well-known models with names like this."""
+    return difflib.get_close_matches(name.lower().rpartition("/")[2], _MODELS, n=3, cutoff=0.4)
 
 
 def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:

@@ -21,9 +21,8 @@ from fsdp_qlora.adapters.insert import (
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.direct_weights import read_directly
 from fsdp_qlora.model.fused import fuse_modules
-from fsdp_qlora.model.models import build_meta_model
+from fsdp_qlora.model.models import build_meta_model, read_directly
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import PackedFormat
 from fsdp_qlora.quantizers.routed import experts_forward, quantizable_weights, route_experts

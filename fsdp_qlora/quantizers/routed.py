@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.model.direct_weights import read_directly
-from fsdp_qlora.model.models import block_linears, find_blocks
+from fsdp_qlora.model.models import block_linears, find_blocks, read_directly
 from fsdp_qlora.quantizers.base import FrozenProduct, QuantizedExperts, computing_dtype, plain_product
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.cli.main import main
-from fsdp_qlora.model.direct_weights import read_directly
+from fsdp_qlora.model.models import read_directly
 from fsdp_qlora.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.tiny import PROBE, SIZES, flags, make_rows, read_metrics, train_ok, write_rows

@@ -16,12 +16,11 @@ from benchmarks import published_runs
 from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.commands import compare
-from fsdp_qlora.commands.plan import find_model, make_planner
+from fsdp_qlora.commands.plan import find_model, known_config, make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
-from fsdp_qlora.planning.known_models import known_config
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from tests.planning.test_placement import REPEATS_KEYS
