@@ -13,7 +13,7 @@ import itertools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from fsdp_qlora.model.pieces import count_pieces, in_pieces
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+Roles = tuple[str, str, str]  # names of an MLP's linear layers: gate, up, down
 # Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
 # A long row's peak is there, and is smaller by half of the MLP's part.
 PIECE = 2**26
@@ -62,8 +63,8 @@ def _once(node: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """x and function(x) with their graph."""
     if node.again is None:
         node.again = _with_graph(node.function, *node.saved_tensors)
-    again: tuple[torch.Tensor, torch.Tensor] = node.again
-    return again
+    x, y = node.again
+    return x, y
 
 
 def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,14 +241,6 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
     return True
 
 
-class Roles(NamedTuple):
-    """Names of an MLP's linear layers."""
-
-    gate: str
-    up: str
-    down: str
-
-
 class Mlp(nn.Module):
     """A model's own MLP, a function of each token alone: long rows are computed in pieces.
 
@@ -312,7 +305,7 @@ def _possible_roles(linears: dict[str, nn.Linear]) -> Iterator[Roles]:
     for gate, up, down in itertools.permutations(linears):
         shapes = [linears[name].weight.shape for name in (gate, up, down)]
         if shapes[0] == shapes[1] == shapes[2][::-1] != shapes[2]:
-            yield Roles(gate, up, down)
+            yield gate, up, down
 
 
 def _is_activation(value: object) -> bool:
@@ -330,7 +323,7 @@ def _is_activation(value: object) -> bool:
 @torch.no_grad()
 def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool:
     """Whether the module computes this with small random layers, to the bit."""
-    small, x = _small_copy(module, roles.gate)
+    small, x = _small_copy(module, roles[0])
     gate, up, down = (small._modules[name] for name in roles)
     assert gate and up and down
     try:
