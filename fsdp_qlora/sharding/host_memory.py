@@ -8,6 +8,7 @@ torch's own allocator does without rounding only since 2.13 (`pinned_max_round_t
 Registering has not run on a GPU yet; on a CPU the same arena is used without it.
 """
 
+import itertools
 import logging
 import mmap
 import weakref
@@ -39,10 +40,7 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
     Raises:
         MemoryError: the memory cannot be allocated or pinned.
     """
-    starts, total = [], 0
-    for size in sizes:
-        starts.append(total)
-        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
     try:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
