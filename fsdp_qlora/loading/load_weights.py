@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.ranks.shards import own_rows, store_rows
+from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -191,9 +194,11 @@ class MergedTensor:
     transformers' own conversions for the model decide which tensors, and in what order.
     """
 
-    def __init__(self, name: str, shape: torch.Size, converters: Sequence[WeightConverter]) -> None:
+    def __init__(
+        self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: PreTrainedModel
+    ) -> None:
         self.name, self.shape = name, shape
-        self._converters = converters
+        self._converters, self._model = converters, model
         self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
 
     def add(self, source: str, pattern: str) -> None:
@@ -215,42 +220,86 @@ class MergedTensor:
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
-    def whole(self, files: WeightFiles) -> tuple[list[str], torch.Size]:
-        """The parts in the order whose concatenation is the flattened parameter, and the parameter's shape.
+    def define(self, files: WeightFiles) -> None:
+        """Define the parameter in the files: joined from its parts, or, where the conversion mixes them, computed.
 
-        Raises UserError if it is no concatenation of the parts, or their shapes do not fit together.
+        Raises UserError if the shapes of the parts do not fit together.
         """
         sources = sorted(source for group in self._sources.values() for source in group)
+        forms = {source: files.form(source) for source in sources}
+        result = self._convert(_on_meta(forms))[self.name]
+        order = self._order(files, sources) if len(self._converter.target_patterns) == 1 else None
+        if order:
+            files.join(self.name, order, result.shape)
+        else:
+            files.define(self.name, _Converted(self.name, forms, result, self._convert))
+
+    def siblings(self, files: WeightFiles) -> Iterator["MergedTensor"]:
+        """The other parameters that the conversion makes of the same parts, such as keys and values of fused ones."""
+        if len(self._converter.target_patterns) == 1:
+            return
+        forms = {source: files.form(source) for group in self._sources.values() for source in group}
+        for name, result in self._convert(_on_meta(forms)).items():
+            if name != self.name:
+                sibling = MergedTensor(name, result.shape, self._converters, self._model)
+                sibling._sources = self._sources
+                yield sibling
+
+    def _order(self, files: WeightFiles, sources: list[str]) -> list[str] | None:
+        """The parts in the order whose concatenation is the flattened parameter, if there is one."""
         # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.
         side = 2
         marks = {}
         for number, source in enumerate(sources):
             dims = [side] * len(files.shape(source))
             marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
-        order = self._convert(marks).flatten()
+        try:
+            order = self._convert(marks)[self.name].flatten()
+        except UserError:  # the conversion is one of these shapes alone
+            return None
         runs = order.view(len(sources), -1)
         numbers = runs[:, 0] // runs.shape[1]
         if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
-            raise UserError(
-                f"{files.folder} stores {self.name} in pieces that are not whole rows of it, such as "
-                f"{sources[0]}. Convert it: load it with transformers, then save_pretrained."
-            )
-        shape = self._convert({source: torch.empty(files.shape(source), device="meta") for source in sources}).shape
-        return [sources[number] for number in numbers.tolist()], shape
+            return None
+        return [sources[number] for number in numbers.tolist()]
 
-    def _convert(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Apply transformers' conversion to stand-ins for the parts."""
+    def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameter -> its value, of the parts' values, by transformers' conversion."""
         converter = copy.deepcopy(self._converter)
         for pattern, sources in self._sources.items():
             for source in sorted(sources, key=dot_natural_key):
                 converter.add_tensor(self.name, source, pattern, tensors[source])
         try:
-            (result,) = converter.convert(self.name).values()
+            results = converter.convert(self.name, model=self._model, config=self._model.config)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
-        whole = result[0] if isinstance(result, list) else result
-        assert isinstance(whole, torch.Tensor)
-        return whole
+        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+
+def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+
+
+class _Converted(DecodedTensor):
+    """A parameter that transformers' conversion makes of whole tensors, such as rows in another order.
+
+    form: of the parameter, on meta. convert: from `MergedTensor`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forms: Mapping[str, TensorForm],
+        form: torch.Tensor,
+        convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+    ) -> None:
+        super().__init__([*forms], form.shape, form.dtype, unit=form.numel())
+        self._name, self._forms, self._convert = name, forms, convert
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        shapes = {part: form.shape for part, form in self._forms.items()}
+        whole = {part: read(part, 0, math.prod(shape)).view(shape) for part, shape in shapes.items()}
+        return self._convert(whole)[self._name].contiguous()
 
 
 class _Match(NamedTuple):
@@ -276,9 +325,9 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
             f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
             "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
         )
-    for name, tensor in match.merged.items():
+    for tensor in match.merged.values():
         if not tensor.missing():
-            files.join(name, *tensor.whole(files))
+            tensor.define(files)
     if problems := list(_problems(match, files, targets)):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
@@ -300,12 +349,14 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
         if name not in expected:
             name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)
         if name in expected and pattern is not None:
-            tensor = MergedTensor(name, expected[name] or torch.Size(), converters)
+            tensor = MergedTensor(name, expected[name] or torch.Size(), converters, model)
             match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
             match.sources[name] = source
         elif not _may_be_left_over(model, name):
             match.extra.append(source)
+    for tensor in list(match.merged.values()):
+        match.merged.update({other.name: other for other in tensor.siblings(files) if other.name in expected})
     match.sources.update({name: name for name in match.merged})
     return match
 

@@ -127,6 +127,11 @@ class WeightFiles:
         self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0]), shape)
         self.files[name] = self.files[parts[0]]
 
+    def define(self, name: str, tensor: DecodedTensor) -> None:
+        """Define `name` as a tensor that is computed from tensors of the files."""
+        self._tensors[name] = tensor
+        self.files[name] = self.files[tensor.parts[0]]
+
     def shape(self, name: str) -> torch.Size:
         return self._tensors[name].shape
 
