@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -21,7 +22,7 @@ PROMPT_WITH_INPUT = (
 )
 
 
-def load_base(folder: Path, *, four_bit: bool) -> torch.nn.Module:
+def load_base(folder: Path, *, four_bit: bool, auto: Any = AutoModelForCausalLM) -> torch.nn.Module:
     """The base model in fp32 compute, with bitsandbytes' own Linear4bit (NF4, double quantization) if asked."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -30,7 +31,7 @@ def load_base(folder: Path, *, four_bit: bool) -> torch.nn.Module:
         bnb_4bit_compute_dtype=torch.float32,
     )
     options = {"quantization_config": quantization, "device_map": "cpu"} if four_bit else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
     return in_fp32(model)
 
 

@@ -33,7 +33,7 @@ MOST = {
     "folders of the library": 21,
     "files at the package's root": 5,
     "options": 102,
-    "lines of tests": 22_443,
+    "lines of tests": 22_558,
     "files that name recompute": 34,
     "mentions of world_size outside the layout": 104,
     "places that ask for the kind of rows": 18,

@@ -22,6 +22,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -69,9 +70,7 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
         raise
     except Exception as error:  # transformers raises many kinds here
         raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
-    own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
-    is_causal = "AutoModelForCausalLM" in own or type(config) in AutoModelForCausalLM._model_mapping
-    if config.is_encoder_decoder or not is_causal:
+    if config.is_encoder_decoder or _auto_class(config, trust_remote_code=trust_remote_code) is None:
         raise UserError(
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
@@ -83,6 +82,14 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
             "model that can be built here. Download it again."
         )
     return config
+
+
+def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+    """transformers' class that builds a model of the configuration with its head: of text, else of images and text."""
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((auto for auto in classes if type(config) in auto._model_mapping), None)
 
 
 def _own_code(folder: Path) -> str:
@@ -228,7 +235,8 @@ def build_meta_model(
                 init_empty_weights(include_buffers=False),
                 no_init_weights(),
             ):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
+                auto = _auto_class(config, trust_remote_code=trust_remote_code)
+                model = auto.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue
@@ -256,12 +264,29 @@ def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
         log.warning("context_length %d is more than the model's own limit of %d positions.", context_length, longest)
 
 
+def _decoder(model: nn.Module) -> nn.Module:
+    """The part that all text passes; a module that transformers did not build is its own."""
+    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+
+
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks: the module list with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    """The decoder blocks: the module list of the decoder, without towers for images, with the most parameters."""
+    lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
     return max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+
+
+def find_towers(model: PreTrainedModel) -> list[str]:
+    """Paths of the parts outside of the decoder and the head, which text does not pass: vision towers, projectors."""
+    decoder = _decoder(model)
+    inner, found = {decoder, model.get_output_embeddings()}, []
+    outer = {module for module in model.modules() if decoder in module.modules()} - inner
+    for path, module in model.named_modules():
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if parent in outer and module not in outer | inner and any(True for _ in module.parameters()):
+            found.append(path)
+    return found
 
 
 def block_linears(model: nn.Module) -> list[str]:

@@ -106,6 +106,9 @@ def build_model(
         quantize_layers(model, meta.quantized, meta.quantized_experts, train_type.quantizer, **options)
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
+    if train_type.trains == "all":
+        for tower in meta.parts.towers:
+            tower.to(precision.frozen_dtype).requires_grad_(False)
     if train_type.trains_new_blocks:
         model.requires_grad_(False)
         for path in meta.trained:

@@ -27,6 +27,7 @@ from fsdp_qlora.loading.first_adapters import check_fits
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.planning import checks, describe, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
@@ -170,6 +171,10 @@ def build_plan(
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         notes.append(f"Neither quantized nor adapted, since other modules read their weights: {named}.")
+    if towers := models.find_towers(meta.model):
+        size = sum(parameter.nbytes for tower in meta.parts.towers for parameter in tower.parameters())
+        named = ", ".join(towers)
+        notes.append(f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)}).")
     adapter = None
     if train_type.adapter:
         adapter = peft_config(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.model.models import find_blocks, find_towers, has_tied_embeddings
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.shards import shard_bounds
 
@@ -30,7 +30,8 @@ class ModelParts:
 
     FSDP2 replaces parameters and keeps modules, so this is made once, when the model has been built.
 
-    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none.
+    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none. towers: the parts
+        for images, which text does not pass.
     """
 
     model: PreTrainedModel
@@ -38,6 +39,7 @@ class ModelParts:
     embedding: nn.Module
     head: nn.Module | None
     is_tied: bool
+    towers: list[nn.Module]
     _kinds: dict[nn.Module, "Counter[Kind]"] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -48,6 +50,7 @@ class ModelParts:
             model.get_input_embeddings(),
             model.get_output_embeddings(),
             has_tied_embeddings(model),
+            [model.get_submodule(path) for path in find_towers(model)],
         )
 
     @property

@@ -41,7 +41,7 @@ def shard_model(
     precision: Precision,
     on_host: Sequence[nn.Module] = (),
 ) -> None:
-    """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
+    """Apply FSDP2: per block one group of adapters and one of the rest, then towers, embeddings, head and root.
 
     Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
     Frozen weights are gathered as they are stored: only groups that train are cast to param_dtype.
@@ -74,6 +74,8 @@ def shard_model(
         if owners := adapter_owners(block):
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
+    for tower in parts.towers:
+        shard(tower, reshard=reshard_after_forward)  # never gathered for text
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:

@@ -1,0 +1,115 @@
+"""Text trains the decoder of a model for images and text, as PEFT does on the whole model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PretrainedConfig
+
+from tests.reference import batch_loss, encode, load_adapter, load_base
+from tests.tiny import SIZES, all_slow_but, make_rows, make_tokenizer, read_metrics, train_ok, write_rows
+
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_ratio": 0, "precision": "fp32"}
+TEXT = {
+    **SIZES,
+    "vocab_size": 340,
+    "layer_types": ["full_attention", "full_attention"],
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "qk_head_dim": 32,
+    "v_head_dim": 16,
+}
+VISION = {
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "depth": 2,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "projection_dim": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {"rope_parameters": ROPE},
+    "qwen2_5_vl": {"rope_parameters": ROPE},
+    "qwen3_vl_moe": {"rope_parameters": ROPE},
+    "glm4v": {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}},
+    "mistral3": {},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "internvl": {},
+    "exaone4_5": {"layer_types": ["sliding_attention", "full_attention"]},
+    "kimi_k25": {"num_key_value_heads": 4},
+    "llava": {},
+}
+
+
+def shrunk(config: PretrainedConfig, sizes: dict[str, Any], **others: Any) -> PretrainedConfig:
+    """A part's configuration with the sizes that it knows."""
+    known = config.to_dict()
+    return type(config)(**known | {name: size for name, size in sizes.items() if name in known} | others)
+
+
+def make_multimodal(folder: Path, family: str) -> Path:
+    """A random model of images and text in fp32 with its tokenizer, as a user would have it on disk."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family]()
+    for part, sizes, others in (("text_config", TEXT, FAMILIES[family]), ("vision_config", VISION, {})):
+        setattr(config, part, shrunk(getattr(config, part), sizes, **others))
+        getattr(config, part).initializer_range = 0.1
+    config.tie_word_embeddings = False
+    for name in vars(config):
+        if name.endswith(("_token_id", "_token_index")):
+            setattr(config, name, 320 + len(name) % 16)  # in no text
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", all_slow_but("qwen3_vl", FAMILIES))
+def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    folder = make_multimodal(tmp_path / "model", family)
+    rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
+    has_experts = family in ("qwen3_vl_moe", "kimi_k25")  # bitsandbytes quantizes none
+    output = train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        eval_dataset=write_rows(tmp_path / "held_out.jsonl", held_out),
+        num_epochs=1,
+        train_type="lora" if has_experts else "qlora",
+        **FULL_BATCH,
+    )
+    before, after = read_metrics(tmp_path / "out", "eval_loss")
+    batch = encode(folder, held_out)
+    base = load_base(folder, four_bit=not has_experts, auto=AutoModelForImageTextToText)
+    with torch.no_grad():
+        assert batch_loss(base, batch).item() == pytest.approx(before, rel=1e-4)
+        reloaded = load_adapter(base, tmp_path / "out")
+        assert batch_loss(reloaded, batch).item() == pytest.approx(after, rel=1e-4)
+    named = {name.replace(".default", "") for name, _ in reloaded.named_parameters() if "lora_" in name}
+    assert (
+        named and named == set(load_file(tmp_path / "out" / "adapter_model.safetensors")) and abs(after - before) > 1e-3
+    )
+    assert "The parts for images are sharded as they are and do not train (model.v" in output
