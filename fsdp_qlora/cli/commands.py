@@ -1,7 +1,7 @@
 """The commands of `fsdp-qlora`: their options, and what each calls.
 
-What a command does is in fsdp_qlora/commands/, whose modules import torch. They are imported when a command runs, so
-that --help and wrong options answer at once.
+A command that is here does its work in fsdp_qlora/commands/, in a module that imports torch; it is imported when the
+command runs, so that --help and wrong options answer at once. export, cache and convert are whole modules there.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.cli import plan, train
 from fsdp_qlora.cli.launch import relaunch_if_needed
-from fsdp_qlora.config.cli import parse_train_config, run_options, trained_model_options
+from fsdp_qlora.commands import cache, convert, export
+from fsdp_qlora.config.cli import run_options, trained_model_options
 from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL, adapter_folder
 from fsdp_qlora.config.options import TrainConfig, option_types
 from fsdp_qlora.config.text import describe_config, shipped_configs
@@ -39,29 +40,6 @@ class Command(NamedTuple):
     run: Callable[[Any], int | None]
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     takes_training_options: bool = False
-
-
-# --- export ---
-
-
-def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
-
-
-def _export(args: argparse.Namespace) -> None:
-    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
-    its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
-    small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
-    is now, and --base_name, --push_to_hub, --push_public and --trust_remote_code mean what they do there.
-    """
-    _refuse_bad_folder(args.out)
-    parse_train_config(args.training_options)  # wrong ones are said at once
-    from fsdp_qlora.commands.export import export_checkpoint
-
-    source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
-    export_checkpoint(source, out, best=args.best, words=args.training_options)
 
 
 def _refuse_bad_folder(out: str) -> None:
@@ -346,28 +324,7 @@ def _expand(args: argparse.Namespace) -> None:
     expand_model(model, out, expansion_rate=args.expansion_rate)
 
 
-# --- cache, configs, env and doctor ---
-
-
-def _cache_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--list", action="store_true", help="show the entries and their sizes (the default)")
-    parser.add_argument("--json", action="store_true", help="show them for programs")
-    parser.add_argument("--prune", nargs="+", metavar="KEY", help="remove entries: their keys, or all")
-    parser.add_argument("--quant_cache", metavar="DIR", default="auto", help="the cache's folder, as in training")
-
-
-def _cache(args: argparse.Namespace) -> None:
-    """List and prune what --quant_cache of training keeps."""
-    from fsdp_qlora.commands.cache import prune, show_entries
-    from fsdp_qlora.loading.quant_cache import cache_root
-
-    root = cache_root(args.quant_cache)
-    if root is None:
-        raise UserError("--quant_cache off has nothing to list or prune. Give its folder, or leave it out.")
-    if args.prune:
-        prune(root, args.prune)
-    else:
-        show_entries(root, as_json=args.json)
+# --- configs, env and doctor ---
 
 
 def _configs_options(parser: argparse.ArgumentParser) -> None:
@@ -386,19 +343,6 @@ def _configs(args: argparse.Namespace) -> None:
         print(configs[args.name].read_text(encoding="utf-8"), end="")
     else:
         raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")
-
-
-def _convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="THEIRS.yaml", help="config of axolotl, LLaMA-Factory, TRL or torchtune")
-
-
-def _convert(args: argparse.Namespace) -> None:
-    """Print the config of another trainer as one for --config: what is known, and the rest as comments with a reason.
-    fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
-    """
-    from fsdp_qlora.commands.convert import convert
-
-    print(convert(Path(args.config).expanduser()), end="")
 
 
 def _env_options(parser: argparse.ArgumentParser) -> None:
@@ -443,7 +387,7 @@ def _doctor(args: argparse.Namespace) -> int:
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
     "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
-    "export": Command("export a checkpoint as an adapter", _export, _export_options, takes_training_options=True),
+    "export": Command("export a checkpoint as an adapter", export.run, export.add_options, takes_training_options=True),
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
     "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),
@@ -453,9 +397,9 @@ COMMANDS = {
     "report": Command("draw the curves of runs, side by side, in one HTML file", _report, _report_options),
     "quantize": Command("save a model in 4 bits", _quantize, _quantize_options),
     "expand": Command("add identity blocks (LLaMA Pro)", _expand, _expand_options),
-    "cache": Command("list and prune the cache of quantized weights", _cache, _cache_options),
+    "cache": Command("list and prune the cache of quantized weights", cache.run, cache.add_options),
     "configs": Command("list the settings that come with the program", _configs, _configs_options),
-    "convert": Command("convert a config of another trainer", _convert, _convert_options),
+    "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
     "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
     "env": Command("print what a bug report needs", _env, _env_options),
     "doctor": Command("check this machine and say what to mend", _doctor, lambda parser: None),

@@ -1,5 +1,6 @@
-"""Lists and prunes the cache of quantized weights."""
+"""The command `cache`: lists and prunes the cache of quantized weights."""
 
+import argparse
 import json
 import shutil
 import time
@@ -7,12 +8,41 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.quant_cache import CHECKSUMS, read_description, try_lock
 from fsdp_qlora.output.text import format_bytes
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="show the entries and their sizes (the default)")
+    parser.add_argument("--json", action="store_true", help="show them for programs")
+    parser.add_argument("--prune", nargs="+", metavar="KEY", help="remove entries: their keys, or all")
+    parser.add_argument("--quant_cache", metavar="DIR", default="auto", help="the cache's folder, as in training")
+
+
+def run(args: argparse.Namespace) -> None:
+    """List and prune what --quant_cache of training keeps."""
+    from fsdp_qlora.loading.quant_cache import cache_root
+
+    root = cache_root(args.quant_cache)
+    if root is None:
+        raise UserError("--quant_cache off has nothing to list or prune. Give its folder, or leave it out.")
+    if args.prune:
+        prune(root, args.prune)
+        return
+    entries = list_entries(root)
+    if args.json:
+        print(json.dumps({"folder": str(root), "entries": entries}, indent=2))
+        return
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
+        label = entry["model"] if entry["state"] == "complete" else entry["state"]
+        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {label}")
+    print(f"{root}: {len(entries)} entries, {format_bytes(sum(entry['bytes'] for entry in entries))}")
 
 
 def list_entries(root: Path) -> list[dict[str, Any]]:
     """The entries of the cache, most recently used first."""
+    from fsdp_qlora.loading.quant_cache import CHECKSUMS, read_description
+
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = []
     for folder in folders:
@@ -30,24 +60,14 @@ def list_entries(root: Path) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: -entry["used"])
 
 
-def show_entries(root: Path, *, as_json: bool) -> None:
-    entries = list_entries(root)
-    if as_json:
-        print(json.dumps({"folder": str(root), "entries": entries}, indent=2))
-        return
-    for entry in entries:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
-        label = entry["model"] if entry["state"] == "complete" else entry["state"]
-        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {label}")
-    print(f"{root}: {len(entries)} entries, {format_bytes(sum(entry['bytes'] for entry in entries))}")
-
-
 def prune(root: Path, keys: list[str]) -> None:
     """Remove entries and leftovers of damaged ones, except those that a run is writing.
 
     Raises:
         UserError: a key is not in the cache.
     """
+    from fsdp_qlora.loading.quant_cache import try_lock
+
     present = {entry["key"] for entry in list_entries(root)}
     chosen = present if keys == ["all"] else set(keys)
     if unknown := chosen - present:

@@ -1,5 +1,6 @@
-"""Converts a config of another trainer: axolotl's, LLaMA-Factory's, TRL's or torchtune's YAML into ours."""
+"""The command `convert`: takes a config of another trainer, axolotl's, LLaMA-Factory's, TRL's or torchtune's."""
 
+import argparse
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,17 @@ _SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|passphrase|credential|e
 # 24 letters and digits, or what follows the prefix of a service.
 _SECRET = re.compile(r"\b(?:sk|glpat|pypi|xox[a-z])-[\w-]{16,}|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{24,}")
 _MOST_SHOWN = 600  # characters of a comment's part
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="THEIRS.yaml", help="config of axolotl, LLaMA-Factory, TRL or torchtune")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the config of another trainer as one for --config: what is known, and the rest as comments with a reason.
+    fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
+    """
+    print(convert(Path(args.config).expanduser()), end="")
 
 
 def convert(path: Path) -> str:

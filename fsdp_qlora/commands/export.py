@@ -1,51 +1,49 @@
-"""Exports a checkpoint as an adapter (or a model) for PEFT and transformers, without a GPU or the base's weights."""
+"""The command `export`: a checkpoint as an adapter or a model, without a GPU or the base's weights."""
 
+import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
-from fsdp_qlora.checkpointing.saving import best_step
-from fsdp_qlora.commands.model_folder import check_is_new
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading import hub
-from fsdp_qlora.model import models
-from fsdp_qlora.planning.plan import Machine, build_plan
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.results.write import upload
-from fsdp_qlora.run.load_model import result_form
-from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.storage.files import staged_folder
+from fsdp_qlora.storage.files import folder_error, staged_folder
 
 log = logging.getLogger("fsdp_qlora")
 
 
-def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Sequence[str] = ()) -> None:
-    """Write the result that the run itself would have saved at a checkpoint's step.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
 
-    Args:
-        source: a checkpoint, or a run: its newest checkpoint, or with `best` the one of the lowest held-out loss.
-        out: absent or empty.
-        words: options of training that replace the run's.
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, the model's configuration cannot be found or is not the
-            run's, `out` cannot be written, or the upload failed.
+
+def run(args: argparse.Namespace) -> None:
+    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
+    its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
+    small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
+    is now, and --base_name, --push_to_hub, --push_public and --trust_remote_code mean what they do there.
     """
+    source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
+    if problem := folder_error("out", args.out):
+        raise UserError(problem)
+    parse_train_config(args.training_options)  # wrong ones are said at once
+    from fsdp_qlora.checkpointing import checkpoint
+    from fsdp_qlora.commands.model_folder import check_is_new
+    from fsdp_qlora.results.write import upload
+    from fsdp_qlora.run.load_model import result_form
+
     check_is_new(out)
-    folder = find_checkpoint(source, best=best)
+    folder = find_checkpoint(source, best=args.best)
     try:
         state = checkpoint.verify(folder)
-    except DamagedCheckpoint as error:
+    except checkpoint.DamagedCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
     except OSError as error:
         raise UserError(f"{folder} cannot be read now: {error}.") from error
-    about = state["about"]
-    config = stored_config(about, words)
+    config = stored_config(state["about"], args.training_options)
     form = result_form(config, _plan(config))
     try:
         with staged_folder(out) as partial:
@@ -60,6 +58,10 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:
     """The checkpoint that `source` is, or the newest or best one of the run that it is."""
+    from fsdp_qlora.checkpointing import checkpoint
+    from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
+    from fsdp_qlora.checkpointing.saving import best_step
+
     if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
         return source
     if not source.is_dir():
@@ -80,6 +82,8 @@ def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainC
     Raises:
         UserError: as parse_train_config, or this version does not have the run's optimizer.
     """
+    from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+
     if (optimizer := about["options"].get("optimizer", "adamw")) not in OPTIMIZERS:
         raise UserError(
             f"The run was trained with --optimizer {optimizer}, which is gone: export it with the version that trained "
@@ -91,6 +95,11 @@ def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainC
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
+    from fsdp_qlora.loading import hub
+    from fsdp_qlora.model import models
+    from fsdp_qlora.planning.plan import Machine, build_plan
+    from fsdp_qlora.ranks.ranks import read_ranks
+
     needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:
         folder = hub.find_model_folder(
