@@ -373,13 +373,13 @@ def _completion(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     """Check this machine before a run, in a line each: fine, or what to do. GPUs and their kernels, what two ranks send
     each other (with NCCL on GPUs, else with gloo), links, memory, disk, logins and limits. A check takes two
-    minutes at most; all run without a GPU too. The exit status is 1 if something must be mended. `env` prints facts.
+    minutes at most; all run without a GPU too. The exit status is 1 if something must be fixed. `env` prints facts.
     """
     from fsdp_qlora.commands.doctor import diagnose
 
     is_all_fine = True
     for name, sentence, is_fine in diagnose():
-        print(f"{'fine' if is_fine else 'MEND'}  {name:14}  {sentence}", flush=True)
+        print(f"{'fine' if is_fine else 'FIX':4}  {name:14}  {sentence}", flush=True)
         is_all_fine &= is_fine
     return 0 if is_all_fine else 1
 
@@ -402,5 +402,5 @@ COMMANDS = {
     "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
     "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
     "env": Command("print what a bug report needs", _env, _env_options),
-    "doctor": Command("check this machine and say what to mend", _doctor, lambda parser: None),
+    "doctor": Command("check this machine and say what to fix", _doctor, lambda parser: None),
 }

@@ -85,7 +85,7 @@ def _two_ranks() -> str:
 
 
 def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) -> tuple[list[str], str]:
-    """What each of some ranks of this machine prints, and what goes wrong between them; empty if nothing does.
+    """Run a module in some ranks of this machine; returns what each prints, and what went wrong, "" for nothing.
 
     Each runs `module`, which does its work in `joined_ranks`, with these environment variables.
     """

@@ -22,7 +22,7 @@ NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
 
 
 def check(config: TrainConfig) -> list[str]:
-    """What is wrong with the values of the options and with their combination; all of it."""
+    """Find all that is wrong with the values of the options and with their combination."""
     return out_of_range(config) + [error for rules in _RULES for error in rules(config)]
 
 

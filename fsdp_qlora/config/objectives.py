@@ -1,4 +1,4 @@
-"""What each `--objective` means: what a row is, and how its loss follows from the log-probabilities of its answers.
+"""The objectives of `--objective`: what a row is, and how its loss follows from the log-probabilities of its answers.
 
 The functions use methods of tensors alone, so that the options can name the table without importing torch.
 Names and defaults are TRL's, where it has them. R is the number of rows (pairs) of a micro-batch.
@@ -66,7 +66,7 @@ class LogProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees of the R rows of a micro-batch.
+    """The inputs of a loss: the R rows of a micro-batch.
 
     token_losses: -log p of each target, float32 [1, N], or [2, N] with the reference's. num_targets: of each document.
     chosen, rejected: the answers of pairs; of rows with a label both are the one answer. desired: the labels, 1
@@ -129,7 +129,7 @@ LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_nor
 
 
 def margin_loss(x: LossInputs, s: LossSettings) -> torch.Tensor:
-    """Loss of the difference of the log-ratios; sigmoid_norm takes their means over tokens."""
+    """Loss of the difference between chosen and rejected log-ratios; sigmoid_norm takes their means over tokens."""
     score = LogProbs.mean_ratio if s.loss_type == "sigmoid_norm" else LogProbs.ratio
     return LOSS_TYPES[s.loss_type](score(x.chosen) - score(x.rejected), s)
 

@@ -13,7 +13,7 @@ class Setting(NamedTuple):
     """One value from the YAML file or the command line, still as text."""
 
     where: str
-    """What a message calls it: `--lr`, or `run.yaml, line 3: lr`."""
+    """Its place, for a message: `--lr`, or `run.yaml, line 3: lr`."""
     name: str
     values: list[str]
 
@@ -23,7 +23,7 @@ class Setting(NamedTuple):
 
 
 class Older(NamedTuple):
-    """What an older option means now.
+    """The meaning of an older option now.
 
     option: the one of now, "" if there is none. words: value then -> value now, "" for the default; if there are none,
     write gives the value now from the value then and the texts of all options. reason: why there is none. unset: values
@@ -77,7 +77,7 @@ def translate(settings: Iterable[Setting], errors: list[str], notes: list[str]) 
         values = [before, now] if adds and before else [now]
         translated[row.option] = Setting(f"{where}, now {row.option}", row.option, values)
         given[row.option] = translated[row.option].text
-    # What else a profile records did nothing without steps to record.
+    # Without steps to record, the other words of a profile did nothing.
     return found + [one for one in translated.values() if one.name != "profile" or ":" in one.text]
 
 

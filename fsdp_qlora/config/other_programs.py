@@ -1,4 +1,4 @@
-"""What options of other trainers are called here, and their values; the .yaml beside this file has the rows."""
+"""Options of other trainers and their values, by the names here; the .yaml beside this file has the rows."""
 
 import contextlib
 from pathlib import Path
@@ -25,7 +25,7 @@ class Advice(NamedTuple):
 
 
 def advise(name: str, value: str = "") -> Advice | None:
-    """What an option of another program is here; None if it is not known.
+    """Find the option here that another program's option is; None if it is not known.
 
     Args:
         value: as it is given there; "" if it is given without one.

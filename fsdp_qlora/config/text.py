@@ -48,7 +48,7 @@ def option_help() -> dict[str, dict[str, str]]:
 
 
 def type_text(hint: Any) -> str:
-    """What a value looks like: INT, or {nf4,fp4}."""
+    """The form of a value: INT, or {nf4,fp4}."""
     if get_origin(hint) is Literal:
         return "{" + ",".join(get_args(hint)) + "}"
     if get_origin(hint) is tuple:
@@ -149,7 +149,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def describe_config(path: Path) -> str:
-    """What a file is for: the first sentence of the comment that it begins with."""
+    """The purpose of a file: the first sentence of the comment that it begins with."""
     comment = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):

@@ -1,4 +1,4 @@
-"""What each `--train_type` means: one row of three choices."""
+"""The train types of `--train_type`: one row of three choices each."""
 
 from typing import NamedTuple
 

@@ -193,7 +193,7 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
     monkeypatch.setattr(doctor, "CHECKS", checks)
     assert main(["doctor"]) == 1
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["fine", "disk", "much free"], ["MEND", "hub", "log in"], ["MEND", "PCIe", "OSError: 5"]]
+    assert lines == [["fine", "disk", "much free"], ["FIX", "hub", "log in"], ["FIX", "PCIe", "OSError: 5"]]
     del checks["hub"], checks["PCIe"]
     assert main(["doctor"]) == 0
 
