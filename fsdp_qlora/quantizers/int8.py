@@ -1,5 +1,7 @@
 """8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
 
+import functools
+import logging
 from typing import Any
 
 import bitsandbytes
@@ -9,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.storage.safetensors_files import TensorForm
+
+log = logging.getLogger("fsdp_qlora")
 
 _MOST_ELEMENTS = 2**31 - 1  # of a matrix that bitsandbytes' kernels index with int32
 
@@ -29,6 +33,8 @@ class Int8Weight(QuantizedWeight):
     def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
         out_features, in_features = shape
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=in_features)
+        if in_features % 4:
+            _warn_of_slow_products(in_features)
         self.threshold = int8_threshold
         row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
         self.weight = self._storage(out_features, row_bytes)
@@ -79,6 +85,11 @@ class Int8Weight(QuantizedWeight):
 
 class Int8Linear(QuantizedLinear, Int8Weight):
     """A linear layer in LLM.int8."""
+
+
+@functools.cache
+def _warn_of_slow_products(in_features: int) -> None:
+    log.warning("int8 layers of %d input features, no multiple of 4, are multiplied in fp32 on a GPU.", in_features)
 
 
 def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
