@@ -59,7 +59,7 @@ class Saver:
     state: TrainState
     ranks: Ranks
     identity: Mapping[str, Any]
-    """Of the run, stored in every checkpoint."""
+    """The run's, stored in every checkpoint."""
     save_total_limit: int
     """Newest checkpoints to keep, in addition to the best by held-out loss."""
     saved_step: int = -1
@@ -67,7 +67,7 @@ class Saver:
     max_failing_seconds: float = math.inf
     """How long saving may fail before the run ends."""
     seconds: float = 0.0
-    """Of the last save, until it was published."""
+    """The duration of the last save, until it was published."""
     _failing_since: float | None = None
     _save: _Save | None = None  # the one that is being written
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="checkpoint"))

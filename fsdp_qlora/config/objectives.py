@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RowKind(NamedTuple):
-    """What a row is, for an objective.
+    """A kind of rows that objectives learn from.
 
     num_documents: texts of a row. num_learned: those of them that are learned from. described: in messages. objective:
     one that learns from such rows.
