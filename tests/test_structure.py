@@ -28,14 +28,14 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 28_907,
-    "files of the library": 151,
-    "folders of the library": 21,
+    "lines of the library": 28_407,
+    "files of the library": 139,
+    "folders of the library": 20,
     "files at the package's root": 5,
-    "options": 102,
-    "lines of tests": 22_558,
-    "files that name recompute": 34,
-    "mentions of world_size outside the layout": 104,
+    "options": 92,
+    "lines of tests": 22_555,
+    "files that name recompute": 26,
+    "mentions of world_size outside the layout": 102,
     "places that ask for the kind of rows": 18,
 }
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70
