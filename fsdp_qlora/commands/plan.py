@@ -4,6 +4,7 @@ import difflib
 import html
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,18 @@ _BAR = 34  # columns
 _PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 # The configs of well-known models by name, so that a plan needs no network.
-_MODELS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
 
 
 def known_config(name: str) -> PretrainedConfig | None:
     """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
     plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    for suffix in ("-instruct", "-base", "-hf", "-chat", "-it", "-pt", "-v0.1", "-v0.3"):
-        plain = plain.removesuffix(suffix)
-    if plain not in _MODELS:
+    found = _MODELS.get(_SUFFIXES.sub("", plain))
+    sizes = _MODELS[found] if isinstance(found, str) else found
+    if sizes is None:
         return None
-    return AutoConfig.for_model(**{"tie_word_embeddings": False, "max_position_embeddings": 131072, **_MODELS[plain]})
+    return AutoConfig.for_model(**{"tie_word_embeddings": False, "max_position_embeddings": 131072, **sizes})
 
 
 def close_names(name: str) -> list[str]:

@@ -72,6 +72,8 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
     found = known_config("meta-llama/Llama-2-70b-hf")
     assert found is not None and found.num_hidden_layers == 80
     assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
+    names = ("meta-llama/Llama-3.1-70B-Instruct", "mistralai/Mistral-Nemo-Instruct-2407", "Qwen/Qwen3.5-35B-A3B")
+    assert [config and config.hidden_size for config in map(known_config, names)] == [8192, 5120, 2048]
     assert known_config("someone/else") is None
 
 
