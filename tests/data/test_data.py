@@ -302,6 +302,9 @@ def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare:
     assert len(tokenized) == 500 and report.unused_columns == ["instruction", "note", "time"]
     with pytest.raises(UserError, match=r"rows.parquet row 401: .*'note'"):
         prepare(path, columns=("output=note",))
+    path.write_bytes(make_parquet(blob=[b"text"] * 500))
+    with pytest.raises(UserError, match="bytes"):
+        prepare(path, columns=("output=blob",))
 
 
 def bomb(name: str, kib: int) -> bytes:
