@@ -169,7 +169,7 @@ def _download(
         )
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
-        raise UserError(f"{problem}, and {reason}. Without the hub, give the path of a folder.") from error
+        raise UserError(f"{problem}, and {reason}. Without the hub, give the path of its folder.") from error
 
 
 def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:

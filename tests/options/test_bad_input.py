@@ -27,7 +27,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     # The model's folder.
     "hub model without a network": (
         {"model_name": "owner/model"},
-        ["model_name owner/model", "no such local folder", "out of reach", "path of a model folder"],
+        ["model_name owner/model", "no such local folder", "out of reach", "path of its folder"],
     ),
     "folder without config.json": ({"model_name": "data"}, ["model_name data", "no config.json"]),
     "no tokenizer": (
