@@ -54,7 +54,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
     assert statuses == [0, 0], output
     assert leaks(left) == []
     assert len(list(left.rglob("*.wandb"))) == 1  # it was among the files
-    assert HIDDEN in output and f"name: run-{HIDDEN}" in (left / "output" / "config.yaml").read_text()
+    assert HIDDEN in output and f"name=run-{HIDDEN}" in (left / "output" / "config.yaml").read_text()
     [rejected] = map(json.loads, (left / "output" / "rejected.jsonl").read_text().splitlines())
     assert rejected["row"].endswith("rows.jsonl:201") and rejected["reason"] == "empty output"
     # The adapter is for others: it names its base without the path to it on this machine.
