@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import Lengths, TokenizedRows
-from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.decoded import StoredTensor
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.process_group import release_loading_memory
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed
@@ -123,9 +123,9 @@ def build_run(
         mesh = load_model.load_model(config, model_plan, weights, ranks)
     release_loading_memory(ranks.device)
     on_phase("loaded and verified")
-    schedule = config.pick(Schedule, num_rows=len(data), data_size=ranks.world_size, rows_per_step=None, mixture=None)
     rows = np.arange(len(data))
     run_data = RunData(data, rows)
+    schedule = make_schedule(config, run_data, ranks.world_size)
     plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
     account = model_parts.count_bytes(model_parts.kinds_of(model), shard_size(mesh))
     return Run(

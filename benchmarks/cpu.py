@@ -286,7 +286,7 @@ def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
         "max_steps": num_steps,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
-        "warmup": 0,
+        "warmup_steps": 0,
         "weight_decay": 0.0,
         "optim": "adamw_torch",
         "logging_steps": 1,

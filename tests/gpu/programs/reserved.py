@@ -21,9 +21,10 @@ from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import Schedule, StepRows
+from fsdp_qlora.data.schedule import StepRows
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.ranks.shards import build_mesh, local_part
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
@@ -74,8 +75,8 @@ def main(argv: list[str]) -> int:
                 local.zero_()
     rows = args.batch_size * ranks.world_size
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
-    schedule = options.pick(Schedule, num_rows=rows, data_size=ranks.world_size, rows_per_step=None, mixture=None)
     run_data = RunData(data, np.arange(rows))
+    schedule = make_schedule(options, run_data, ranks.world_size)
     trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
