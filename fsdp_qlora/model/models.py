@@ -39,8 +39,7 @@ log = logging.getLogger("fsdp_qlora")
 
 _MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
-# A weight that a method reads, and an attribute that must be true where it does.
-_READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")
+_READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
 _SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a test needs to be true
 # Module names that wrappers add to a parameter's path and that weight files do not have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
@@ -227,6 +226,7 @@ def build_meta_model(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if experts_implementation:
         options["experts_implementation"] = experts_implementation
+    auto = _auto_class(config, trust_remote_code=trust_remote_code)
     for candidate in candidates:
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no weight file.
@@ -235,7 +235,6 @@ def build_meta_model(
                 init_empty_weights(include_buffers=False),
                 no_init_weights(),
             ):
-                auto = _auto_class(config, trust_remote_code=trust_remote_code)
                 model = auto.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
@@ -277,15 +276,16 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
 
 
-def find_towers(model: PreTrainedModel) -> list[str]:
-    """Paths of the parts outside of the decoder and the head, which text does not pass: vision towers, projectors."""
+def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Path -> part, of those beside the decoder and the head, which text does not pass: vision towers, projectors."""
     decoder = _decoder(model)
-    inner, found = {decoder, model.get_output_embeddings()}, []
-    outer = {module for module in model.modules() if decoder in module.modules()} - inner
-    for path, module in model.named_modules():
-        parent = model.get_submodule(path.rpartition(".")[0])
-        if parent in outer and module not in outer | inner and any(True for _ in module.parameters()):
-            found.append(path)
+    to_decoder = next(path for path, module in model.named_modules() if module is decoder).split(".")
+    found = {}
+    for depth, inner in enumerate(filter(None, to_decoder)):
+        around = ".".join(to_decoder[:depth])
+        for name, child in model.get_submodule(around).named_children():
+            if name != inner and child is not model.get_output_embeddings() and any(True for _ in child.parameters()):
+                found[f"{around}.{name}".lstrip(".")] = child
     return found
 
 

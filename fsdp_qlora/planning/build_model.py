@@ -107,7 +107,7 @@ def build_model(
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
     if train_type.trains == "all":
-        for tower in meta.parts.towers:
+        for tower in meta.parts.towers.values():
             tower.to(precision.frozen_dtype).requires_grad_(False)
     if train_type.trains_new_blocks:
         model.requires_grad_(False)

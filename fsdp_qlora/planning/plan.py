@@ -171,8 +171,8 @@ def build_plan(
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         notes.append(f"Neither quantized nor adapted, since other modules read their weights: {named}.")
-    if towers := models.find_towers(meta.model):
-        size = sum(parameter.nbytes for tower in meta.parts.towers for parameter in tower.parameters())
+    if towers := meta.parts.towers:
+        size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
         named = ", ".join(towers)
         notes.append(f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)}).")
     adapter = None

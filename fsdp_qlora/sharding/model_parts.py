@@ -30,8 +30,8 @@ class ModelParts:
 
     FSDP2 replaces parameters and keeps modules, so this is made once, when the model has been built.
 
-    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none. towers: the parts
-        for images, which text does not pass.
+    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none. towers: from
+        `find_towers`.
     """
 
     model: PreTrainedModel
@@ -39,7 +39,7 @@ class ModelParts:
     embedding: nn.Module
     head: nn.Module | None
     is_tied: bool
-    towers: list[nn.Module]
+    towers: Mapping[str, nn.Module]
     _kinds: dict[nn.Module, "Counter[Kind]"] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -50,7 +50,7 @@ class ModelParts:
             model.get_input_embeddings(),
             model.get_output_embeddings(),
             has_tied_embeddings(model),
-            [model.get_submodule(path) for path in find_towers(model)],
+            find_towers(model),
         )
 
     @property

@@ -74,7 +74,7 @@ def shard_model(
         if owners := adapter_owners(block):
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
-    for tower in parts.towers:
+    for tower in parts.towers.values():
         shard(tower, reshard=reshard_after_forward)  # never gathered for text
     model = parts.model
     if parts.head is not None and not parts.is_tied:
