@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import free_disk
@@ -120,6 +120,8 @@ def find_model_folder(
     patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
 
     def download() -> str:
+        if ranks and not ranks.is_rank_0:
+            disable_progress_bars()
         return _snapshot(model_name, patterns, revision, later=[] if is_preview else _WEIGHTS)
 
     if ranks is None or store is None:
