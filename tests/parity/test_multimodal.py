@@ -8,28 +8,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PretrainedConfig
 
+from tests.parity import test_experts
 from tests.reference import batch_loss, encode, load_adapter, load_base
 from tests.tiny import SIZES, all_slow_but, make_rows, make_tokenizer, read_metrics, train_ok, write_rows
 
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_ratio": 0, "precision": "fp32"}
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "precision": "fp32"}
 TEXT = {
+    **test_experts.FAMILIES["deepseek_v3"],
     **SIZES,
     "vocab_size": 340,
     "layer_types": ["full_attention", "full_attention"],
-    "moe_intermediate_size": 64,
     "num_experts": 4,
-    "n_routed_experts": 4,
     "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
     "qk_head_dim": 32,
-    "v_head_dim": 16,
 }
 VISION = {
     "hidden_size": 32,
