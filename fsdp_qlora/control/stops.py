@@ -103,7 +103,7 @@ class Signals:
 
 @dataclass
 class Budget:
-    """The time or money that a run may take.
+    """The time that a run may take.
 
     used_seconds: by earlier starts. reserve_seconds: the time that the last of them reserved for a step and a save.
     """
