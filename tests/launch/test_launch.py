@@ -1,11 +1,13 @@
 """How many processes a start makes, and how their end comes back. The workers here do not import torch."""
 
+import datetime
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import datasets
 import pandas
@@ -292,6 +294,20 @@ def test_a_lone_rank_ends_in_time_and_names_the_missing_one(monkeypatch, capfd):
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert not capfd.readouterr().err
+
+
+def test_a_port_that_another_program_has_is_named_by_every_rank(monkeypatch):
+    with socket.create_server(("localhost", 0)) as other:
+        threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True).start()
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port := other.getsockname()[1]))
+        monkeypatch.setattr(store, "_TO_ANSWER", datetime.timedelta(seconds=1))
+        with pytest.raises(
+            UserError, match=rf"cannot open its store at localhost:{port} .*in use\. Choose a free port"
+        ):
+            connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+        with pytest.raises(LostRank, match=rf"Rank 1 finds no store at localhost:{port} .*though something listens"):
+            connect(Ranks(1, 1, 2, 2, torch.device("cpu")), timeout_minutes=30)
 
 
 def test_each_rank_prints_its_reason_and_torchrun_repeats_one(environment):
