@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and data made in code, and runs of train.py on several ranks."""
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ SIZES = {
 }
 
 
+_PORTS = itertools.count()  # so that this process tries each once
 PROBE = torch.arange(2, 50).view(2, 24)  # token ids on which logits are compared
 
 
@@ -107,9 +109,12 @@ def flags(**options: object) -> list[str]:
 
 
 def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])
+    """A port at which nobody listens, which the kernel gives to nobody and this function not to another process."""
+    first = 11_000 + os.getpid() * 1_009 % 20_000  # below the ports that the kernel gives out by itself
+    for port in (11_000 + (first + i) % 20_000 for i in _PORTS):
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+    raise AssertionError("unreachable")
 
 
 def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_size: int, port: int, log: str) -> None:
@@ -156,9 +161,10 @@ def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...],
         for process in processes:
             process.join(0.05)
         if any(process.exitcode for process in processes):
-            for process in processes:
-                process.join(5)
-                process.terminate()
+            for seconds, end in ((5, "terminate"), (60, "kill")):
+                for process in processes:
+                    process.join(seconds)
+                    getattr(process, end)()
     statuses = [process.exitcode if process.exitcode is not None else -1 for process in processes]
     return statuses, "\n".join(Path(log).read_text() for log in logs if Path(log).exists())
 
