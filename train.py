@@ -1,11 +1,11 @@
 """Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py --help`.
 
-The same as `fsdp-qlora train`, for a clone that is not installed: what `train` does is in fsdp_qlora/cli/train.py.
+The same as `fsdp-qlora train`, for a clone that is not installed: what `train` does is in fsdp_qlora/commands/train.py.
 """
 
 import sys
 
-from fsdp_qlora.cli import main as program
+from fsdp_qlora import __main__ as program
 
 
 def main(argv: list[str]) -> int:

@@ -21,8 +21,8 @@ import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.commands.plan import known_config
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.planning.answer import known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh

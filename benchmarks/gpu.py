@@ -42,6 +42,7 @@ from benchmarks.common import RandomWeights, build_run, describe_machine, is_sta
 from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure
 from benchmarks.one_rank import limit_memory
 from benchmarks.peers import measure_peers
+from fsdp_qlora import __version__
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.output.redact import redact
@@ -52,7 +53,6 @@ from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.version import VERSION
 
 MAX_SECONDS = 535.0
 
@@ -431,7 +431,8 @@ def report(record: dict[str, Any], command: str) -> str:
     rows = [each for result in parts.values() for each in result.get("rows", [])]
     said = "" if record["has_values"] else "On the stand-in for CUDA: no figure of time or loss means anything.\n\n"
     text = (
-        f"# fsdp_qlora {VERSION} on {_box(parts).get('gpu', 'a CPU')}\n\n{time.strftime('%Y-%m-%d')}: `{command}`\n\n"
+        f"# fsdp_qlora {__version__} on {_box(parts).get('gpu', 'a CPU')}\n\n"
+        f"{time.strftime('%Y-%m-%d')}: `{command}`\n\n"
         f"{said}## The machine\n\n{_machine(parts)}\n\n"
         f"## Before and after\n\n{_table(('', 'unit', 'figures', 'ratio', 'aim', ''), map(_row, rows))}\n\n"
         f"## Planned and measured\n\n{_table(_PLANNED, _planned(parts))}\n\n"

@@ -6,13 +6,12 @@ The names below are loaded when they are used, so that `import fsdp_qlora` costs
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.version import VERSION as __version__
-
 if TYPE_CHECKING:
     from fsdp_qlora.api import TrainResult, train
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.errors import RunStopped, TrainingError, UserError
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
 __all__ = ["RunStopped", "TrainConfig", "TrainResult", "TrainingError", "UserError", "__version__", "train"]
 
 _MODULES = {

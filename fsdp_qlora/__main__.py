@@ -1,8 +1,186 @@
-"""`python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora train`: the program, also where it is not installed."""
+"""`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora train`.
 
+A command is a module in fsdp_qlora/commands/: its options, and `run`. What it works with imports torch, and is imported
+when it runs, so that --help and wrong options answer at once.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import logging
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TextIO
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora import __version__
+from fsdp_qlora.commands import (
+    cache,
+    convert,
+    doctor,
+    env,
+    evaluate,
+    expand,
+    export,
+    generate,
+    gguf,
+    merge,
+    plan,
+    quantize,
+    report,
+    train,
+)
+from fsdp_qlora.config.cli import Parser, with_underscores
+from fsdp_qlora.config.options import option_types
+from fsdp_qlora.config.text import describe_config, shipped_configs
+from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
+from fsdp_qlora.output.redact import guard_output, lost_output
+from fsdp_qlora.output.text import LineHandler, quiet_libraries
+
+log = logging.getLogger("fsdp_qlora")
+
+PROGRAM = "fsdp-qlora"
+_SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}  # as others call it
+
+
+class Command(NamedTuple):
+    """A command of `fsdp-qlora`.
+
+    summary: one line of `fsdp-qlora --help`.
+    run: is called with the parsed options, or with the words where there is no `add_options`; it may return the exit
+        status. Its docstring is the description in the command's own --help.
+    takes_training_options: `training_options` of the parsed options may hold words for `parse_train_config`.
+    """
+
+    summary: str
+    run: Callable[[Any], int | None]
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    takes_training_options: bool = False
+
+
+def _configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print these settings")
+
+
+def _configs(args: argparse.Namespace) -> None:
+    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are
+    printed, to be kept in a file and changed.
+    """
+    configs = shipped_configs()
+    if args.name is None:
+        for name, path in configs.items():
+            print(f"{name:20}{describe_config(path)}")
+    elif args.name in configs:
+        print(configs[args.name].read_text(encoding="utf-8"), end="")
+    else:
+        raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")
+
+
+def _completion(args: argparse.Namespace) -> None:
+    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit; bashcompinit` first."""
+    print(f'complete -o default -W "{" ".join([*COMMANDS, *(f"--{name}" for name in option_types())])}" fsdp-qlora')
+
+
+COMMANDS = {
+    "train": Command("fine-tune a model", train.main),
+    "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
+    "export": Command("export a checkpoint as an adapter", export.run, export.add_options, takes_training_options=True),
+    "merge": Command("merge an adapter into its base", merge.run, merge.add_options, takes_training_options=True),
+    "gguf": Command("write a merged model or an adapter for llama.cpp", gguf.run, gguf.add_options),
+    "generate": Command("generate text", generate.run, generate.add_options, takes_training_options=True),
+    "evaluate": Command(
+        "measure loss and perplexity, or tasks", evaluate.run, evaluate.add_options, takes_training_options=True
+    ),
+    "report": Command("draw the curves of runs, side by side, in one HTML file", report.run, report.add_options),
+    "quantize": Command("save a model in 4 bits", quantize.run, quantize.add_options),
+    "expand": Command("add identity blocks (LLaMA Pro)", expand.run, expand.add_options),
+    "cache": Command("list and prune the cache of quantized weights", cache.run, cache.add_options),
+    "configs": Command("list the settings that come with the program", _configs, _configs_options),
+    "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
+    "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
+    "env": Command("print what a bug report needs", env.run, env.add_options),
+    "doctor": Command("check this machine and say what to fix", doctor.run, lambda parser: None),
+}
+
+
+def program() -> int:
+    """The entry point of the installed program."""
+    return main(sys.argv[1:])
+
+
+def main(argv: list[str]) -> int:
+    """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS."""
+    guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
+    try:
+        with paths_refused():
+            status = _choose(argv)
+    except (UserError, TrainingError, LostRank) as error:
+        print_error(error)
+        status = how_it_ends(error).exit_code
+    except KeyboardInterrupt:
+        status = ENDINGS["interrupted"].exit_code
+    sys.stdout.flush()
+    lost = lost_output()
+    if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":  # a run's results are in its folder
+        return status
+    print(f"error: The output could not be written: {lost.strerror}.", file=sys.stderr)
+    return 1
+
+
+def _choose(argv: list[str]) -> int:
+    if argv[:1] in (["--help"], ["-h"]):
+        print(usage())
+        return 0
+    if argv[:1] in (["--version"], ["-V"]):
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        raise UserError(f"{_explain_unknown(argv)}\n{usage()}")
+    name, *words = argv
+    command = COMMANDS[name]
+    if command.add_options is None:
+        return int(command.run(words) or 0)
+    return _run(name, command, words)
+
+
+def _run(name: str, command: Command, words: list[str]) -> int:
+    """Run a command; its arguments have `words`, all of them, and `training_options`, those that it does not know."""
+    assert command.add_options is not None
+    parser = Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
+    command.add_options(parser)
+    quiet_libraries()
+    args, others = parser.parse_known_args(with_underscores(words))
+    args.words, args.training_options = words, others
+    if others and not command.takes_training_options:
+        raise UserError(f"Unknown option {others[0]}. See --help.")
+    with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):
+        return int(command.run(args) or 0)
+
+
+@contextlib.contextmanager
+def _logging_to(stream: TextIO) -> Iterator[None]:
+    handler = LineHandler(stream)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def usage() -> str:
+    lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROGRAM} COMMAND [--help]", *lines, f"  {'--version':12}print the version"])
+
+
+def _explain_unknown(argv: list[str]) -> str:
+    if not argv:
+        return "a command is needed."
+    close = _SAME.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
+    if argv[0].startswith("--") and not close:
+        return f"the command comes first: {PROGRAM} train {argv[0]} ..."
+    return f"no command is named {argv[0]!r}." + (f" Did you mean {close[0]}?" if close else "")
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(program())

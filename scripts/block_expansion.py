@@ -5,7 +5,7 @@ python scripts/block_expansion.py --model_name meta-llama/Llama-2-7b-hf --output
 
 import sys
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["expand", *sys.argv[1:]]))

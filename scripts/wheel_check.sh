@@ -55,7 +55,7 @@ ls two/adapter_model.safetensors output/adapter_model.safetensors two/report.htm
 
 # One process for these: the import of torch takes longer than they do.
 python - <<'PYTHON'
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 
 for words in (
     "export two --out exported",

@@ -17,10 +17,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import planned_memory
-from fsdp_qlora.cli import main as beside
-from fsdp_qlora.config.older import OLDER
+from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
-from fsdp_qlora.config.other_programs import OTHER_NAMES
+from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 

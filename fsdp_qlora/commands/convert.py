@@ -11,7 +11,7 @@ import yaml
 from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.marks import OF_USER
 from fsdp_qlora.config.options import DEFAULTS, marks_of
-from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
+from fsdp_qlora.config.other_names import OTHER_NAMES, advise
 from fsdp_qlora.config.text import PlainLoader, read_options
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import HIDDEN

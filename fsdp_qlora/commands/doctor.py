@@ -1,5 +1,10 @@
-"""Checks a machine before a run: each check says in a sentence what is fine, or raises UserError with what to do."""
+"""The command `doctor`: what to fix on this machine before a run.
 
+Each check says in a sentence what is fine, or raises UserError with what to do. A check imports torch itself: that it
+cannot be imported is one of the things to find.
+"""
+
+import argparse
 import contextlib
 import importlib
 import os
@@ -12,24 +17,29 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-
-import huggingface_hub
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.wandb_sink import WandbSink, why_offline
-from fsdp_qlora.model.precision import choose_precision
 from fsdp_qlora.output.text import GIB, format_bytes
-from fsdp_qlora.planning.checks import host_memory_free
-from fsdp_qlora.ranks.device import gpu_problem
-from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.storage.files import cache_folder, free_disk
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_SECONDS = 60  # for two ranks to start and exchange; then they hang
 _TRIAL_BYTES = 2**28  # written to the disk, or pinned
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check this machine before a run, in a line each: fine, or what to do. GPUs and their kernels, what two ranks send
+    each other (with NCCL on GPUs, else with gloo), links, memory, disk, logins and limits. A check takes two
+    minutes at most; all run without a GPU too. The exit status is 1 if something must be fixed. `env` prints facts.
+    """
+    is_all_fine = True
+    for name, sentence, is_fine in diagnose():
+        print(f"{'fine' if is_fine else 'FIX':4}  {name:14}  {sentence}", flush=True)
+        is_all_fine &= is_fine
+    return 0 if is_all_fine else 1
 
 
 def diagnose() -> Iterator[tuple[str, str, bool]]:
@@ -53,6 +63,11 @@ def _enough(count: int, least: int, cure: str) -> str:
 
 
 def _gpus() -> str:
+    import torch
+
+    from fsdp_qlora.model.precision import choose_precision
+    from fsdp_qlora.ranks.device import gpu_problem
+
     if problem := gpu_problem():
         raise UserError(problem)
     if not torch.cuda.is_available():
@@ -65,6 +80,7 @@ def _gpus() -> str:
 
 
 def _bitsandbytes() -> str:
+    import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     given = torch.linspace(-1, 1, 4096, device="cuda" if torch.cuda.is_available() else "cpu").view(64, 64)
@@ -74,6 +90,8 @@ def _bitsandbytes() -> str:
 
 
 def _two_ranks() -> str:
+    import torch
+
     on_gpu = torch.cuda.device_count() > 1
     device, how = ("cuda", "NCCL on 2 GPUs") if on_gpu else ("cpu", "gloo on the CPU")
     if problem := run_ranks(__name__, device)[1]:
@@ -111,16 +129,24 @@ def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) ->
 
 
 @contextlib.contextmanager
-def joined_ranks(device: str, store: str) -> Iterator[torch.device]:
+def joined_ranks(device: str, store: str) -> Iterator["torch.device"]:
     """Be one of the ranks that `run_ranks` has started, on this device, in the block."""
+    import torch.distributed as dist
+
+    from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
+
     ranks, minutes = read_ranks(device), _MAX_SECONDS / 60
     with process_group_closed():
         start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=minutes)
         yield ranks.device
 
 
-def exchange(device: torch.device) -> None:
+def exchange(device: "torch.device") -> None:
     """One of two ranks: a sum and a gather whose results are known. Raises UserError if they arrive otherwise."""
+    import torch
+    import torch.distributed as dist
+
     numbers = torch.arange(2**14, dtype=torch.float32)
     dist.all_reduce(total := (numbers + dist.get_rank()).to(device))
     _need(torch.equal(total.cpu(), 2 * numbers + 1), "an all-reduce gives wrong sums")
@@ -131,6 +157,8 @@ def exchange(device: torch.device) -> None:
 
 
 def _pcie() -> str:
+    import torch
+
     if not torch.cuda.is_available() or not shutil.which("nvidia-smi"):
         return "not known without a GPU and nvidia-smi"
     asked = "--query-gpu=pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
@@ -139,6 +167,10 @@ def _pcie() -> str:
 
 
 def _pinned_memory() -> str:
+    import torch
+
+    from fsdp_qlora.sharding.host_memory import split_arena
+
     if not torch.cuda.is_available():
         return "none is needed without a GPU"
     split_arena([_TRIAL_BYTES], pinned=True, what="a trial")
@@ -146,6 +178,8 @@ def _pinned_memory() -> str:
 
 
 def _disk() -> str:
+    import huggingface_hub
+
     folders = (Path.cwd(), cache_folder(), Path(huggingface_hub.constants.HF_HUB_CACHE))
     free = min(map(free_disk, folders))
     shown = _enough(free, 10 * GIB, "FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks")
@@ -158,14 +192,18 @@ def _disk() -> str:
 
 
 def _wandb() -> str:
-    if problem := WandbSink.problem():
-        return problem
     import wandb
 
+    from fsdp_qlora.metrics.wandb_sink import WandbSink, why_offline
+
+    if problem := WandbSink.problem():
+        return problem
     return why_offline(wandb.setup(wandb.Settings(silent=True)).settings) or "logged in"
 
 
 def _shared_memory() -> str:
+    import torch
+
     least = GIB if torch.cuda.device_count() > 1 else 0
     return _enough(shutil.disk_usage("/dev/shm").total, least, "start the container with --shm-size 1g or --ipc host")
 
@@ -176,6 +214,18 @@ def _open_files() -> str:
     return f"{allowed} are allowed"
 
 
+def _host_memory() -> str:
+    from fsdp_qlora.planning.checks import host_memory_free
+
+    return _enough(host_memory_free(1), 4 * GIB, "end other programs, or raise the container's limit")
+
+
+def _hub() -> str:
+    import huggingface_hub
+
+    return "logged in" if huggingface_hub.get_token() else "not logged in: gated models need `hf auth login`"
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "GPUs": _gpus,
     "bitsandbytes": _bitsandbytes,
@@ -184,11 +234,11 @@ CHECKS: dict[str, Callable[[], str]] = {
     ),
     "two ranks": _two_ranks,
     "PCIe": _pcie,
-    "host memory": lambda: _enough(host_memory_free(1), 4 * GIB, "end other programs, or raise the container's limit"),
+    "host memory": _host_memory,
     "shared memory": _shared_memory,
     "pinned memory": _pinned_memory,
     "disk": _disk,
-    "hub": lambda: "logged in" if huggingface_hub.get_token() else "not logged in: gated models need `hf auth login`",
+    "hub": _hub,
     "wandb": _wandb,
     "open files": _open_files,
 }

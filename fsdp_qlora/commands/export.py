@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(problem)
     parse_train_config(args.training_options)  # wrong ones are said at once
     from fsdp_qlora.checkpointing import checkpoint
-    from fsdp_qlora.commands.model_folder import check_is_new
+    from fsdp_qlora.model_files.model_folder import check_is_new
     from fsdp_qlora.results.write import upload
     from fsdp_qlora.run.load_model import result_form
 

@@ -1,263 +1,125 @@
-"""Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
+"""The command `plan`: its options, and the GPUs and the run that they describe."""
 
-import difflib
-import html
-import itertools
-import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import argparse
+import dataclasses
+import json
+import textwrap
 from pathlib import Path
-from typing import Any
 
-import yaml
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, PretrainedConfig
-
-from fsdp_qlora.config.options import DEFAULTS, TrainConfig
-from fsdp_qlora.config.text import value_text
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.marks import PLANNABLE
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control.launch import importing
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading import hub
-from fsdp_qlora.model.models import load_config, load_tokenizer
-from fsdp_qlora.output.text import GIB
-from fsdp_qlora.planning.describe import describe_pieces, format_count
-from fsdp_qlora.planning.plan import build_plan
-from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
-from fsdp_qlora.sharding.model_parts import count_parameters
+from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
 
-log = logging.getLogger("fsdp_qlora")
-
-_LARGEST = 10  # things that --explain names
-_BAR = 34  # columns
-_PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
-_SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
-# The configs of well-known models by name, so that a plan needs no network.
-_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
-_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
+_OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
 
 
-def known_config(name: str) -> PretrainedConfig | None:
-    """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
-    plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    found = _MODELS.get(_SUFFIXES.sub("", plain))
-    sizes = _MODELS[found] if isinstance(found, str) else found
-    if sizes is None:
-        return None
-    return AutoConfig.for_model(**{"tie_word_embeddings": False, "max_position_embeddings": 131072, **sizes})
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
+    parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here")
+    parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1, with --probe all here)")
+    parser.add_argument("--probe", action="store_true", help="measure the GPUs here first, and plan with their rates")
+    parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
+    parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
+    parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
+    parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the memory of each phase beside the card's")
+    parser.add_argument(
+        "--compare",
+        nargs="?",
+        const="",
+        metavar="PRICES.yaml",
+        help="plan the run on each offer of a price table instead; without a file on examples, to be replaced",
+    )
+    parser.add_argument("--sort", choices=["cost", "time"], default="cost", help="of --compare (default: cost)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def close_names(name: str) -> list[str]:
-    """Well-known models with names like this."""
-    return difflib.get_close_matches(name.lower().rpartition("/")[2], _MODELS, n=3, cutoff=0.4)
-
-
-def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
-    """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or from the hub.
-
-    A well-known model has a folder if it is in the hub's cache.
-
-    Raises:
-        UserError: there is none.
+def run(args: argparse.Namespace) -> int:
+    """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for how much. It takes
+    the options of training; --model_name may be a folder, a config.json, a well-known name such as llama-2-70b, or a
+    model on the hub. --auto finds the fastest settings, with the same rows per step if they are given. Memory is that
+    of the longest rows of --dataset, or without it that the options allow, counted from the model without weights;
+    speed is estimated from published runs of other programs. The exit status is 1 if nothing fits.
     """
-    path = Path(name).expanduser()
-    if path.name.endswith(".json") and path.is_file():
-        return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
-    known = None if path.is_dir() else known_config(name)
-    if known is not None:
-        cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None
-        if not isinstance(cached, str):
-            return known, None
-        path = Path(cached).parent
-    try:
-        if not path.is_dir():
-            path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
-    except UserError as error:
-        near = close_names(name)
-        hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
-        raise UserError(f"{error}{hint}") from error
-    return load_config(path, name, trust_remote_code=trust_remote_code), path
+    config = parse_train_config([*args.training_options, "--dry_run", "true"])
+    config, searches = dataclasses.replace(config, auto=False), config.auto
+    for name in ("gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "price_per_hour"):
+        if not PLANNABLE.accepts(value := getattr(args, name)):
+            raise UserError(f"--{name} must be {PLANNABLE.allowed}, but is {value}.")
+    tokens = args.million_tokens and args.million_tokens * 1e6
+    if args.compare is not None:
+        return _compare(args, config, tokens)
+    gpu = None if args.probe else _gpu(args, None)
+    _load()
+    from fsdp_qlora.planning import answer
+    from fsdp_qlora.planning.search import GpuOffer
 
+    num_gpus, rates = args.num_gpus or 1, dict[str, float]()
+    if gpu is None:
+        from fsdp_qlora.commands import probe
 
-def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
-    """Make a planner for the request's GPUs: the model is built without weights, and the rows are read if they can be.
-
-    tokens: to train on, if not those of the rows.
-    """
-    model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
-    tokenizer = _find_tokenizer(config, folder)
-    model = build_plan(config, request.machine, folder or Path(config.model_name), model_config, tokenizer)
-    for note in model.notes:
-        log.info("%s", note)
-    if tokenizer is None:
-        return Planner(config, request, model, tokens=tokens)
-    from fsdp_qlora.planning.run_plan import read_rows  # most plans need no rows, and this takes a while
-
-    data = read_rows(config, model)
-    planner = Planner(config, request, model, data, tokens)
-    number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
-    total = format_count(planner.rows(config).tokens)
-    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
-    return planner
-
-
-def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The model's tokenizer, for the rows; None if no dataset is given, or there is no tokenizer, as a line says."""
-    if config.dataset == DEFAULTS.dataset:
-        return None
-    try:
-        if folder is None:
-            raise UserError(f"{config.model_name} comes along without a tokenizer.")
-        return load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    except UserError as error:
-        log.info("Planned without the rows of --dataset: %s", error)
-        return None
-
-
-# --- words ---
-
-
-def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[str]:
-    """The plan in lines of at most 80 columns."""
-    request, memory = found.request, found.plan.memory
-    gpu, share = request.gpu, found.needed / (request.gpu.memory_gib * GIB)
-    yield f"{_model_line(found)}, on {request.num_gpus} x {gpu.name}"
-    verdict = "does not fit" if not found.fits else "fits" if found.fits_with_margin else "fits barely"
-    yield f"{verdict}: {found.needed / GIB:.1f} of {gpu.memory_gib:g} GiB on each GPU ({share:.0%})"
-    host = found.host_bytes / GIB
-    beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
-    yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
-    if pieces := describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens):
-        yield pieces
-    yield ""
-    resident = sum(_always_there(found).values())
-    for name, sizes in memory.phases.items():
-        yield _bar(name, resident, sum(sizes.values()), gpu.memory_gib * GIB)
-    yield "  '#' stays there, '+' comes and goes, '|' is the end of the card"
-    yield ""
-    if explain:
-        parts = {**_always_there(found), **memory.phases[memory.peak]}
-        for name, count in sorted(parts.items(), key=lambda item: -item[1])[:_LARGEST]:
-            yield f"  {count / GIB:6.2f} GiB  {name}"
-        yield ""
-    yield _speed_line(found)
-    if found.fits:
-        yield f"  {command_line(found)}"
-    elif way := next(planner.ways_to_fit(), None):
-        yield "it would fit with:"
-        yield f"  {command_line(way)}"
-        yield _speed_line(way)
+        num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
+        gpu = probe.with_rates(_gpu(args, here), rates)
+    request = GpuOffer(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
+    planner, asked = (
+        answer.make_planner(config, request, tokens),
+        config.batch_size * config.gradient_accumulation_steps,
+    )
+    planned = planner.fastest_of_more_rows() if searches else [planner.as_asked()]
+    best, keeps_rows = planned[0], _keeps_rows(args, config)
+    if keeps_rows and searches:
+        planned = [each for each in planned if each.rows == asked]
+    if args.plot:
+        try:
+            Path(args.plot).expanduser().write_text(answer.draw(planned[0]), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--plot {args.plot}: it cannot be written: {error.strerror}.") from error
+    if args.json:
+        found = [{**answer.as_json(each), "measured": rates or None} for each in planned[:3]]
+        print(json.dumps(found if searches else found[0], indent=1))
     else:
-        yield "nothing that was tried makes it fit: take more or larger GPUs"
+        measured = ", ".join(f"{name} {rate:,.3g}" for name, rate in rates.items())
+        lines = [*textwrap.wrap(f"measured here: {measured}", 80)] if rates else []
+        lines += answer.describe(planner, planned[0], explain=args.explain)
+        lines += answer.describe_fastest(planned) if searches else ()
+        lines += [answer.describe_rows(best, asked, keeps_rows=keeps_rows)] * (best.rows > asked)
+        print("\n".join(lines))
+    return 0 if planned[0].fits else 1
 
 
-def _model_line(found: PlannedRun) -> str:
-    billions = count_parameters(found.plan.meta.parts)["total"] / 1e9
-    return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
+def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None) -> int:
+    if args.gpu or args.gpu_memory_gib or args.plot or args.probe:
+        others = "--gpu, --gpu_memory_gib, --probe and --plot"
+        raise UserError(f"--compare takes the GPUs from its price table: leave out {others}.")
+    _load()
+    from fsdp_qlora.planning import answer
+
+    path = Path(args.compare).expanduser() if args.compare else answer.EXAMPLE
+    date, requests = answer.read_offers(path)
+    planner, by_time = answer.make_planner(config, requests[0], tokens), args.sort == "time"
+    found = answer.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
+    table = json.dumps([answer.as_json(each) for each in found], indent=1) if args.json else ""
+    print(table or "\n".join(answer.describe_offers(date, found)))
+    return 0 if found[0].fits_with_margin else 1
 
 
-def _always_there(found: PlannedRun) -> dict[str, int]:
-    """Bytes of a GPU that are there in each phase."""
-    memory = found.plan.memory
-    return {**memory.resident, "torch's allocator": memory.overhead, **found.beside_torch}
+def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
+    """Whether the rows per step are asked for."""
+    asked = any(word.replace("-", "_").startswith(_OF_STEP) for word in args.training_options)
+    return asked or config.batch_size * config.gradient_accumulation_steps > 1
 
 
-def _bar(name: str, stays: int, comes: int, memory: float) -> str:
-    columns = [round(_BAR * min(part / memory, 1.5)) for part in (stays, stays + comes)]
-    drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
-    drawn = f"{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}"
-    return f"  {name:15} {drawn} {(stays + comes) / GIB:.1f} GiB"
+def _load() -> None:
+    with importing():
+        import fsdp_qlora.planning.answer  # noqa: F401
 
 
-def _speed_line(found: PlannedRun) -> str:
-    cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
-    speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
-    return f"{speed} for {format_count(found.tokens)} tokens{cost}"
-
-
-def speed_text(found: PlannedRun) -> str:
-    """Speed, time and, with a price, cost."""
-    cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
-    return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
-
-
-def describe_rows(found: PlannedRun, asked: int, *, keeps_rows: bool) -> str:
-    """One line: that a step of more rows, which is found, is faster than of those asked for."""
-    if keeps_rows:
-        return f"with {found.rows} rows per step on each GPU instead of {asked}: {speed_text(found)}"
-    return f"rows per step: {found.rows} on each GPU, as --batch_size is left open; fewer are slower"
-
-
-def command_line(found: PlannedRun) -> str:
-    """The settings that `train` takes: what the options say, and the placement that was chosen."""
-    config, chosen = found.config, found.plan.placement.options
-    given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
-    given |= {"nproc_per_node": found.request.num_gpus, **chosen}
-    given.pop("dry_run", None)
-    words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
-    return f"fsdp-qlora train {' '.join(words)}"
-
-
-def as_json(found: PlannedRun) -> Mapping[str, Any]:
-    """The plan for programs; bytes are of one rank, but host_bytes."""
-    memory, request = found.plan.memory, found.request
-    return {
-        "fits": found.fits,
-        "gpu": request.gpu.name,
-        "num_gpus": request.num_gpus,
-        "gpu_bytes": int(request.gpu.memory_gib * GIB),
-        "needed_bytes": found.needed,
-        "reserved_bytes": memory.reserved,
-        "host_bytes": found.host_bytes,
-        "resident": memory.resident,
-        "phases": memory.phases,
-        "tokens": round(found.tokens),
-        "tokens_per_second": round(found.tokens_per_second, 1),
-        "hours": round(found.hours, 3),
-        "price_per_hour": request.price_per_hour,
-        "cost_usd": round(found.cost, 2) if request.price_per_hour else None,
-        "where": request.where or None,
-        "command": command_line(found),
-    }
-
-
-def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
-    """The fastest three settings that fit with their margins, and why the next three do not."""
-    fitting = [each for each in found if each.fits_with_margin]
-    others = [each for each in found if not each.fits_with_margin]
-    faster = [each for each in others if not fitting or each.tokens_per_second > fitting[0].tokens_per_second]
-    for title, group in (("the fastest that fit:", fitting[:3]), ("faster, but without a margin:", faster[:3])):
-        if group:
-            yield title
-        for each in group:
-            free = each.request.gpu.memory_gib - each.needed / GIB
-            margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
-            words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
-            rows = f"{each.request.num_gpus} x {each.rows} rows per step"
-            yield f"  {speed_text(each)}, {rows}, {margin}"
-            yield f"    {words}"
-            if each.config.use_activation_cpu_offload:
-                yield "    use_activation_cpu_offload true"
-
-
-def draw(found: PlannedRun) -> str:
-    """The plan as an SVG: a bar for each phase of a step, in it a rectangle for each quantity, and the card's end."""
-    card, always = found.request.gpu.memory_gib * GIB, _always_there(found)
-    bars = {phase: {**always, **sizes} for phase, sizes in found.plan.memory.phases.items()}
-    names = list(dict.fromkeys(itertools.chain(*bars.values())))
-    colors = {
-        name: f"hsl({360 * place // len(names)} 60% {45 + 20 * (place % 2)}%)" for place, name in enumerate(names)
-    }
-    scale = _PLOT / max(card, *(sum(sizes.values()) for sizes in bars.values()))
-    lines = [f'<text x="8" y="16">{html.escape(f"{_model_line(found)}, {found.request.gpu.name}")}</text>']
-    for row, (phase, sizes) in enumerate(bars.items()):
-        lines.append(f'<text x="8" y="{45 + 30 * row}">{html.escape(phase)}</text>')
-        left = _PHASE
-        for name, size in sizes.items():
-            box = f'x="{left:.1f}" y="{30 + 30 * row}" width="{size * scale:.1f}" height="22" fill="{colors[name]}"'
-            lines.append(f"<rect {box}><title>{html.escape(name)}: {size / GIB:.2f} GiB</title></rect>")
-            left += size * scale
-    bottom, end = 30 + 30 * len(bars), _PHASE + card * scale
-    lines.append(f'<path d="M{end:.1f} 24V{bottom}" stroke="black"/>')
-    for row, (name, color) in enumerate(colors.items(), start=1):
-        lines.append(f'<text x="8" y="{bottom + 20 * row}" fill="{color}">\u25a0 {html.escape(name)}</text>')
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{bottom + 20 * len(names) + 20}">'
-    return "\n".join([start, *lines, "</svg>\n"])
+def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:
+    """The GPU that is named, else the one here; --gpu_memory_gib alone takes the rates of one that is usual."""
+    if not (args.gpu or args.gpu_memory_gib or here):
+        raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
+    gpu = find_gpu(args.gpu) if args.gpu else here or nearest_gpu(args.gpu_memory_gib)
+    return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu

@@ -1,33 +1,62 @@
-"""Saves a model in bitsandbytes' 4-bit format."""
+"""The command `quantize`: a model saved in bitsandbytes' 4-bit format."""
 
+import argparse
 import json
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
-
-from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.decoded import take_format
-from fsdp_qlora.loading.load_weights import check_finite, match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import WeightFiles, Weights
-from fsdp_qlora.model import models
-from fsdp_qlora.quantizers.base import packed_forms
-from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitWeight, quantize_blocks, take_packed
-from fsdp_qlora.quantizers.routed import quantizable_weights
-from fsdp_qlora.quantizers.table import quantize_layers
-from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+from fsdp_qlora.storage.files import refuse_bad_folder
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from fsdp_qlora.loading.weight_files import Weights
+    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitWeight
+    from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    folder_options(parser)
+    parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
+    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="scales too (default: true)")
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="run the model's code (default: false)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without a
+    GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: bitsandbytes has
+    no format for experts).
+    """
+    model, out = folders(args)
+    double_quant, with_code = args.double_quant == "true", args.trust_remote_code == "true"
+    quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)
 
 
 def quantize_model(
     model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
 ) -> None:
     """Write a model folder in 4 bits, with the weights quantized that a qlora run would quantize."""
+    import torch
+    from torch import nn
+    from transformers import BitsAndBytesConfig
+
+    from fsdp_qlora.loading import hub
+    from fsdp_qlora.loading.decoded import take_format
+    from fsdp_qlora.loading.load_weights import match_tensors
+    from fsdp_qlora.loading.weight_files import WeightFiles
+    from fsdp_qlora.model import models
+    from fsdp_qlora.model_files.model_folder import build_plain_model, check_is_new, new_model_folder
+    from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, take_packed
+    from fsdp_qlora.quantizers.routed import quantizable_weights
+    from fsdp_qlora.quantizers.table import quantize_layers
+
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
@@ -60,7 +89,14 @@ def quantize_model(
         _write_weights(partial, model, weights)
 
 
-def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
+def _write_weights(folder: Path, model: "PreTrainedModel", weights: "Weights") -> None:
+    import torch
+
+    from fsdp_qlora.loading.load_weights import check_finite, quantized_layers
+    from fsdp_qlora.model_files.model_folder import new_weights, read_pieces
+    from fsdp_qlora.quantizers.base import packed_forms
+    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}
     forms: dict[str, TensorForm] = {}
@@ -82,7 +118,7 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
 
 
 def _write_statistics(
-    files: PackedFiles, weight: str, layer: Bnb4bitWeight, absmax: torch.Tensor, dtype: torch.dtype
+    files: "PackedFiles", weight: str, layer: "Bnb4bitWeight", absmax: "torch.Tensor", dtype: "torch.dtype"
 ) -> None:
     """Write the parts of a quantized weight other than its codes. dtype: of the unquantized weight."""
     contents = {"absmax": absmax}
@@ -93,3 +129,21 @@ def _write_statistics(
             files.write(weight + suffix, 0, contents[stored.parameter].cpu())
     for suffix, whole in layer.stored_whole(dtype).items():
         files.write(weight + suffix, 0, whole)
+
+
+# --- shared with expand ---
+
+
+def folder_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder")
+    parser.add_argument("--model_name", help="the same as MODEL")
+    parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
+
+
+def folders(args: argparse.Namespace) -> tuple[str, Path]:
+    """The model and the folder to make. Raises UserError if one is missing or cannot be a folder."""
+    model = args.model or args.model_name
+    if not model or not args.out:
+        raise UserError("Give MODEL and --out DIR. See --help.")
+    refuse_bad_folder("out", args.out)
+    return model, Path(args.out)

@@ -23,9 +23,8 @@ import yaml
 
 from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
-from fsdp_qlora.config.older import OLDER, Setting, translate
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
-from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
+from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, Advice, Setting, advise, translate
 from fsdp_qlora.config.text import (
     SWITCH,
     find_config,

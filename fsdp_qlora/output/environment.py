@@ -9,9 +9,9 @@ import sys
 
 import psutil
 
+from fsdp_qlora import __version__
 from fsdp_qlora.output.redact import HIDDEN, is_secret_name, redact
 from fsdp_qlora.output.text import format_bytes
-from fsdp_qlora.version import VERSION
 
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
@@ -34,7 +34,7 @@ def describe_environment() -> Facts:
 
 def versions() -> dict[str, str]:
     """The program, Python and the packages that are installed."""
-    found = {"fsdp_qlora": VERSION, "python": platform.python_version()}
+    found = {"fsdp_qlora": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)

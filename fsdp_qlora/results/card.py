@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import ModelCardData
 
+from fsdp_qlora import __version__
 from fsdp_qlora.checkpointing.run_folder import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.config.train_types import PACKAGES, TrainType
@@ -17,7 +18,6 @@ from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.output.environment import versions
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.version import VERSION
 
 _TEMPLATE = Path(__file__).resolve().parent / "card.md"
 # The training.json of an adapter from another program.
@@ -98,7 +98,7 @@ def merged_documents(
     """
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
         earlier = {**_UNKNOWN, "base": base._asdict(), "settings": dict(settings)}
-    record = {**earlier, "merged": {**merged, "version": VERSION}}
+    record = {**earlier, "merged": {**merged, "version": __version__}}
     return documents(record, kind=None)
 
 

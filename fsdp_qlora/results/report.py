@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from fsdp_qlora import __version__
 from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
@@ -28,7 +29,6 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
 from fsdp_qlora.output.redact import redact, redact_values
 from fsdp_qlora.storage.files import read_json, staged_file, write_json
-from fsdp_qlora.version import VERSION
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -215,7 +215,7 @@ def make_page(runs: Sequence[RunRecord]) -> str:
 def _as_data(runs: Sequence[RunRecord]) -> str:
     """JSON in which no text can close the script element or open another."""
     content = {
-        "version": VERSION,
+        "version": __version__,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "defaults": resolved_options(DEFAULTS),
         "runs": [dataclasses.asdict(run) for run in runs],

@@ -229,3 +229,9 @@ def folder_error(option: str, text: str) -> str | None:
         f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
         "rclone:REMOTE:PATH (a remote of rclone)."
     )
+
+
+def refuse_bad_folder(option: str, text: str) -> None:
+    """Raise the UserError of `folder_error`."""
+    if error := folder_error(option, text):
+        raise UserError(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_qlora.cli.launch import is_from_an_agent
+from fsdp_qlora.control.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import HANG_SECONDS, Job, Same, ended, is_gone, run, status, steps_done, wait_for
 from tests.tiny import ROOT, flags
@@ -117,7 +117,7 @@ def test_torchrun_passes_sigterm_on_and_exits_as_documented(
 IMPATIENT = """
 import os, sys, time
 import train
-from fsdp_qlora.cli.launch import relaunch_if_needed
+from fsdp_qlora.control.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.control import presence, watchdog
 from tests.chaos.harness import at_step, be_impatient

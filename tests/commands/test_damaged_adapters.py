@@ -60,7 +60,7 @@ DAMAGES = {
 
 def run_all(argvs: list[list[str]]) -> int:
     """Run commands one after the other, each after a line with its number and before its exit status."""
-    from fsdp_qlora.cli.main import main
+    from fsdp_qlora.__main__ import main
 
     for number, argv in enumerate(argvs):
         print(f"\nCOMMAND {number}", flush=True)

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.evaluate import describe
 from fsdp_qlora.metrics.sinks import read_records
 from tests.reference import batch_loss, encode, load_base, load_decoded_base, peft_model

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands import merging, verify
+from fsdp_qlora.model_files import merging, verify
 from fsdp_qlora.results import card
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import probe
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.speed import Work, seconds

@@ -14,12 +14,11 @@ import pytest
 
 import fsdp_qlora
 from fsdp_qlora import TrainConfig, UserError
-from fsdp_qlora.cli.commands import COMMANDS
-from fsdp_qlora.cli.main import main
-from fsdp_qlora.cli.train import set_torch_variables
+from fsdp_qlora.__main__ import COMMANDS, main
 from fsdp_qlora.commands import doctor
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.text import shipped_configs
+from fsdp_qlora.control.launch import set_torch_variables
 from fsdp_qlora.errors import paths_refused
 from tests.tiny import ROOT
 
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.quick
 
 ASK_ALL = """
 import contextlib, io, sys
-from fsdp_qlora.cli.main import main
-from fsdp_qlora.cli.commands import COMMANDS
+from fsdp_qlora.__main__ import main
+from fsdp_qlora.__main__ import COMMANDS
 assert not hasattr(__import__("fsdp_qlora"), "nothing")
 for name in COMMANDS:
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):

@@ -11,7 +11,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands import model_folder
+from fsdp_qlora.model_files import model_folder
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows

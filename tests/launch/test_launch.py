@@ -18,11 +18,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_qlora import api
-from fsdp_qlora.cli import launch
-from fsdp_qlora.cli.launch import is_from_an_agent
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control import restarts
+from fsdp_qlora.control import launch, restarts
+from fsdp_qlora.control.launch import is_from_an_agent
 from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
 from fsdp_qlora.ranks import store
@@ -37,7 +36,7 @@ ENTRY = """
 import os, signal, sys, time
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.cli.launch import relaunch_if_needed
+from fsdp_qlora.control.launch import relaunch_if_needed
 
 config = parse_train_config(sys.argv[1:])
 try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]

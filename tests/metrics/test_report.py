@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_qlora.commands.plan import make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.planning.answer import make_planner
 from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.convert import convert
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.cli.train import refuse_early
+from fsdp_qlora.commands.train import refuse_early
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.cli.main import main
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.model.models import read_directly
 from fsdp_qlora.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base

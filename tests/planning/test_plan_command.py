@@ -13,13 +13,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import published_runs
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
-from fsdp_qlora.cli.main import main
-from fsdp_qlora.commands import compare
-from fsdp_qlora.commands.plan import find_model, known_config, make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning import describe
+from fsdp_qlora.planning import answer, describe
+from fsdp_qlora.planning.answer import find_model, known_config, make_planner
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
@@ -293,7 +292,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
 
 
 def test_the_prices_that_come_along_are_examples() -> None:
-    date, requests = compare.read_offers(compare.EXAMPLE)
+    date, requests = answer.read_offers(answer.EXAMPLE)
     assert "examples" in date and {each.where for each in requests} == {"example"} and len(requests) > 5
 
 

@@ -5,6 +5,7 @@ becomes a launcher: it starts the workers through torchrun's own agent and waits
 """
 
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -158,6 +159,29 @@ def _visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+# --- torch in a process of ours ---
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch without the collector: its walks over torch's modules, none of them garbage, are a sixth."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def set_torch_variables() -> None:
+    """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
+    # Steps and prompts differ in length, and would fragment fixed segments. bitsandbytes initializes CUDA on import.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # We report a lost rank in one sentence; torch would add pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 # --- the launcher ---

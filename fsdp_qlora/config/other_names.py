@@ -1,7 +1,15 @@
-"""Older names of options, of the 2024 program and of earlier releases: read as what they mean now."""
+"""Names of options that are not ours now.
 
+Those of the 2024 program and of earlier releases are read as what they mean now. Those of other trainers are answered
+with the name here; other_programs.yaml has the rows.
+"""
+
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, get_origin
+from pathlib import Path
+from typing import Any, NamedTuple, get_origin
+
+import yaml
 
 from fsdp_qlora.config.options import DEFAULTS, option_types
 from fsdp_qlora.config.text import SWITCH, number, value_text
@@ -143,3 +151,42 @@ OLDER: dict[str, Older] = {
     "repeat": Older(reason=_RANGE, unset=("0",)),
     "profiling_frequency": Older(reason=_RANGE, unset=("10",)),
 }
+
+
+# --- other programs ---
+
+_TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("other_programs.yaml").read_text(encoding="utf-8")
+)
+OTHER_NAMES: dict[str, str] = {theirs: ours for ours, names in _TABLES["names"].items() for theirs in names.split()}
+_NOT_HERE = {name: reason for reason, names in _TABLES["reasons"].items() for name in names.split()}
+_VALUES_OF: dict[str, dict[str, str]] = {
+    name: rows for names, rows in _TABLES["values"].items() for name in names.split()
+}
+
+
+class Advice(NamedTuple):
+    """option: the one here. value: its value, "" if it is the same as there. reason: why there is no option instead."""
+
+    option: str = ""
+    value: str = ""
+    reason: str = ""
+
+
+def advise(name: str, value: str = "") -> Advice | None:
+    """Find the option here that another program's option is; None if it is not known.
+
+    Args:
+        value: as it is given there; "" if it is given without one.
+    """
+    if name in _NOT_HERE:
+        return Advice(reason=_NOT_HERE[name])
+    option, found = OTHER_NAMES.get(name, ""), _VALUES_OF.get(name, {}).get((value or "true").lower())
+    if older := OLDER.get(option or name):
+        if not (option := older.option):
+            return Advice(reason=older.reason)
+        with contextlib.suppress(ValueError):
+            found = older.value(value)
+    if not option:
+        return None
+    return Advice(reason="that is the default here") if found == "" else Advice(option, found or "")

@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from fsdp_qlora.checkpointing.run_folder import RECORD
-from fsdp_qlora.commands.merge import Merge
-from fsdp_qlora.commands.merging import MergedModel
-from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.data.micro_batch import pad_rows
 from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.model_files.merge import Merge
+from fsdp_qlora.model_files.merging import MergedModel
+from fsdp_qlora.model_files.model_folder import build_plain_model
 from fsdp_qlora.planning.run_plan import data_options
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json

@@ -4,24 +4,21 @@ The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/traini
 the optimizer step is in training/trainer.py.
 """
 
-import contextlib
 import faulthandler
-import gc
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences, is_run, read_run, refuse
-from fsdp_qlora.cli.launch import is_started_by_others, relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
+from fsdp_qlora.control.launch import importing, is_started_by_others, relaunch_if_needed, set_torch_variables
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.errors import (
     ENDINGS,
@@ -82,26 +79,6 @@ def main(argv: list[str]) -> int:
         note_reason(f"{type(error).__name__}: {error}")
         raise
     return 0
-
-
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """Import torch without the collector: its walks over torch's modules, none of them garbage, are a sixth."""
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
-def set_torch_variables() -> None:
-    """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
-    # Steps and prompts differ in length, and would fragment fixed segments. bitsandbytes initializes CUDA on import.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # We report a lost rank in one sentence; torch would add pages of C++ frames.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 # --- what needs no torch ---
