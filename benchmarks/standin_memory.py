@@ -229,14 +229,14 @@ def plan_of(
         | ({"num_hidden_layers": layers} if layers else {})
         | ({"new_blocks": new_blocks} if new_blocks else {})
     )
-    sizes |= {"max_position_embeddings": config.context_length}
+    sizes |= {"max_position_embeddings": config.longest_row}
     model_config = AutoConfig.for_model(**sizes)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(config, read_ranks(config.device))
     plan = build_plan(config, machine, Path("no weights"), model_config, tokenizer)
     number = config.batch_size * config.gradient_accumulation_steps * ranks
     # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
-    lengths = [config.context_length // (1 + i % 16) if is_mixed else config.context_length for i in range(number)]
+    lengths = [config.longest_row // (1 + i % 16) if is_mixed else config.longest_row for i in range(number)]
     is_pairs = config.objective != "sft"
     data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
     data = make_pairs(data) if is_pairs else data

@@ -52,7 +52,9 @@ def main() -> None:
         path, started = folder / "rows.jsonl", time.monotonic()
         count = make_file(path, args.gib)
         print(f"{count:,} rows, {path.stat().st_size / 2**30:.2f} GiB, made in {time.monotonic() - started:.0f} s")
-        options = TrainConfig(dataset=(str(path),), streaming=True, shuffle_buffer=args.shuffle_buffer)
+        options = TrainConfig(
+            dataset=(str(path),), context_length=512, streaming=True, shuffle_buffer=args.shuffle_buffer
+        )
         started = time.monotonic()
         data = prepare_data(tokenizer, options.pick(DataOptions), vocab_size=len(tokenizer))
         print(f"opened and counted in {time.monotonic() - started:.1f} s, {private_mib():.0f} MiB")

@@ -37,6 +37,8 @@ RUN_FILES = (
     "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, ".from_mirror",
 )  # fmt: skip
 OR_ANEW = "or start from zero with --resume off --overwrite_output_dir true."
+# An option, and the value with which a resumed run keeps what it has decided for it.
+KEPT = {("context_length", "auto")}
 # Keys that every run.json has.
 RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
 # What a start killed before it has written run.json may leave, besides checkpoints cut off. They are no results.
@@ -242,7 +244,7 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
     differences = [
         f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
         for name, value in options.items()
-        if name not in request.may_differ and name in then and then[name] != value
+        if name not in request.may_differ and name in then and then[name] != value and (name, value) not in KEPT
     ]
     if request.world_size == stored.get("world_size"):
         rows, before = _rows_per_step(options, request.world_size), stored["global_batch_size"]

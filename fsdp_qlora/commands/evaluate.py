@@ -62,6 +62,7 @@ def measure(
     from fsdp_qlora.data.prepare import prepare_data
     from fsdp_qlora.data.sources import parse_eval_names
     from fsdp_qlora.generation.tasks import Tasks
+    from fsdp_qlora.model.models import most_positions
     from fsdp_qlora.planning.run_plan import Plan, data_options
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.generate import load_trained
@@ -78,10 +79,12 @@ def measure(
             own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
             own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
             rows_as = data_options(own, plan.folder, plan.tokenizer)
-            sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size)
+            longest = most_positions(plan.config)
+            sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size, longest=longest)
 
     plan, found = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():
+        config = dataclasses.replace(config, context_length=data.context_length)
         schedule = make_schedule(config, data, ranks.world_size)
         trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks)
         result = trainer.evaluate(0, data.train, data.train_rows) or {}

@@ -175,7 +175,7 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.batch_size * c.context_length > _MOST_TOKENS:
+    if c.batch_size * c.longest_row > _MOST_TOKENS:
         yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."

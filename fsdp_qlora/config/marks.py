@@ -43,7 +43,7 @@ class Limit(NamedTuple):
 
 
 def at_least(low: int) -> Limit:
-    return Limit(lambda value: value is None or value >= low, f"{low} or more")
+    return Limit(lambda value: value is None or isinstance(value, str) or value >= low, f"{low} or more")
 
 
 def all_or_at_least_1(what: str) -> Limit:

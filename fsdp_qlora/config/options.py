@@ -39,6 +39,8 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 
+MOST_OF_AUTO = 4096  # tokens, of --context_length auto
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -135,9 +137,10 @@ class TrainConfig:
     """Other values of lora_alpha for some layers, written like rank_pattern."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Rows per process in one forward pass; raise it until memory is full."""
-    context_length: Annotated[int, at_least(2), OF_RESULT] = 512
+    context_length: Annotated[Literal["auto"] | int, at_least(2), OF_RESULT] = "auto"
     """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. The report
-    on the data counts both."""
+    on the data counts both. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most
+    4,096 and the model's own limit; a run that is resumed keeps its number."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
     batching: Annotated[Literal["padding_free", "packed", "padded"], MAY_DIFFER] = "padding_free"
@@ -257,9 +260,8 @@ class TrainConfig:
     show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Print this many rows as the model sees them, with what is learned in colour, and stop."""
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Largest share of the rows that malformed rows (with no output, say) that are left out and listed in
-    rejected.jsonl; with more the run does not start. Rows whose prompt fills the context are not counted, unless it is
-    0."""
+    """Largest share of the rows that may be left out: malformed ones (with no output, say) and those whose prompt fills
+    the context, which are listed in rejected.jsonl; with more the run does not start."""
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows that is held out for evaluation."""
     eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
@@ -369,6 +371,11 @@ class TrainConfig:
         if self.lr is not None:
             return self.lr
         return 1e-5 if self.kind.trains == "all" or self.row_kind != TEXTS else 2e-4
+
+    @property
+    def longest_row(self) -> int:
+        """The tokens of `context_length`; while it is auto, the most that this may become."""
+        return MOST_OF_AUTO if isinstance(self.context_length, str) else self.context_length
 
     @property
     def row_kind(self) -> RowKind:

@@ -1,22 +1,24 @@
 """The run's rows: training and held-out, tokenized or taken from the cache, checked and described."""
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
@@ -24,7 +26,6 @@ from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
 from fsdp_qlora.data.rows import (
-    NO_ROOM,
     NO_ROWS,
     NUMBERS_SHOWN,
     BadRow,
@@ -36,13 +37,16 @@ from fsdp_qlora.data.rows import (
 )
 from fsdp_qlora.data.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import Entry, Source
-from fsdp_qlora.data.streaming import RowStream, StreamPosition
+from fsdp_qlora.data.streaming import RowStream, StreamPosition, spread
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
+_MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
+_UNCUT = 2**31  # tokens, more than a row has
+_OF_DUMMY = 512  # tokens of its rows, which fill whatever there is, with --context_length auto
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class DataOptions:
     dataset: tuple[str, ...]
     eval_dataset: tuple[str, ...]
     eval_fraction: float
-    context_length: int
+    context_length: Literal["auto"] | int
     dataset_format: str
     columns: tuple[str, ...]
     prompt_template: str | None
@@ -70,6 +74,12 @@ class DataOptions:
     def row_kind(self) -> RowKind:
         """The kind of rows that the objective learns from."""
         return OBJECTIVES[self.objective].row_kind
+
+    @property
+    def longest_row(self) -> int:
+        """`context_length`, once it is decided."""
+        assert isinstance(self.context_length, int)
+        return self.context_length
 
     @property
     def asked_format(self) -> str:
@@ -100,6 +110,8 @@ class RunData:
     """The datasets' parts in an epoch, if they have weights."""
     stream: RowStream | None = None
     """Reads the rows to train on, if they are streamed."""
+    context_length: int = 0
+    """The most tokens of a row, as asked for or decided."""
 
     @property
     def source(self) -> RowSource:
@@ -142,23 +154,31 @@ class RunData:
         return {"rejected.jsonl": "".join(lines)} if lines else {}
 
 
-def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vocab_size: int) -> RunData:
+def prepare_data(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vocab_size: int, longest: int | None = None
+) -> RunData:
     """Tokenize the datasets, or take them from the cache, and hold rows out for evaluation.
 
     Args:
-        vocab_size: the number of embeddings of the model.
+        vocab_size: the number of embeddings of the model. longest: the most tokens of a row that it supports, if known.
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
     eval_names = sources.parse_eval_names(options.eval_dataset)
     shares = sources.check_weights([sources.parse_name(dataset) for dataset in options.dataset])
     stream = mixture = None
+    texts = [name for name in options.dataset if options.streaming or sources.parse_name(name).name != sources.DUMMY]
+    found = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
+    if options.context_length == "auto":
+        chosen = _choose_context_length(tokenizer, options, found, longest)
+        options = dataclasses.replace(options, context_length=chosen)
     if options.streaming:
-        train, report, stream = DatasetPipeline(tokenizer, options, [TemplateWorker()]).open_stream(vocab_size)
+        pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker()], found[options.dataset[0]])
+        train, report, stream = pipeline.open_stream(vocab_size)
         reports, train_rows, held_out = [report], np.arange(len(train)), np.arange(0)
         counts: list[int | None] = [stream.num_rows]
     else:
-        parts, reports = _prepare_each(options.dataset, tokenizer, options, vocab_size)
+        parts, reports = _prepare_each(options.dataset, tokenizer, options, vocab_size, found)
         train_rows, held_out = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
         mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
         train, counts = join_cached(parts), [report.num_used for report in reports]
@@ -175,9 +195,30 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         "data": list(map(_describe, options.dataset, reports, counts)),
         "eval_data": list(map(_describe, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])),
     }
-    return RunData(
-        train, train_rows, evaluation, eval_sets, provenance, tuple(reports), tuple(eval_reports), mixture, stream
-    )
+    all_reports = tuple(reports), tuple(eval_reports)
+    length = options.longest_row
+    return RunData(train, train_rows, evaluation, eval_sets, provenance, *all_reports, mixture, stream, length)
+
+
+def _choose_context_length(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, found: Mapping[str, Source], longest: int | None
+) -> int:
+    """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and `longest`.
+
+    All rows decide; of a dataset of more than 10,000 some at even distances, of a stream the first ones. The same rows
+    give the same number on every rank.
+    """
+    reports = []
+    for dataset, source in found.items():
+        one = dataclasses.replace(options, dataset=(dataset,), context_length=_UNCUT)
+        with _opened(tokenizer, one, source) as pipeline:
+            reports.append(pipeline.measured())
+    needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
+    chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+    used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
+    which = f"the first {used:,}" if options.streaming else f"{used:,} of {total:,}" if used < total else f"{used:,}"
+    log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
+    return chosen
 
 
 def record_of(report: DataReport, options: DataOptions) -> dict[str, Any]:
@@ -187,13 +228,17 @@ def record_of(report: DataReport, options: DataOptions) -> dict[str, Any]:
 
 
 def _prepare_each(
-    datasets: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions, vocab_size: int
+    datasets: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    vocab_size: int,
+    found: Mapping[str, Source] = {},
 ) -> tuple[list[TokenizedRows], list[DataReport]]:
-    """The rows of each dataset, and what became of them."""
+    """The rows of each dataset, and what became of them. found: the sources that are known."""
     parts, reports, samples = [], [], options.dataset_samples
     for dataset in datasets:
         one = dataclasses.replace(options, dataset=(dataset,))
-        rows, report = prepare_rows(tokenizer, one)
+        rows, report = prepare_rows(tokenizer, one, found.get(dataset))
         if samples is not None and report.num_rows < samples:
             log.warning("dataset_samples is %d, but there are only %d rows.", samples, report.num_rows)
         tokenization.check_vocabulary(rows, vocab_size)
@@ -221,63 +266,96 @@ def _mixture(
     return mixture
 
 
-def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> tuple[TokenizedRows, DataReport]:
+def prepare_rows(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None = None
+) -> tuple[TokenizedRows, DataReport]:
     """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the work.
 
     Raises:
         UserError: the dataset is missing, malformed, empty or has too many unusable rows.
     """
-    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
-    pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)])
-    try:
-        rows, report = pipeline.all_rows()
-    finally:
-        for worker in pipeline.workers:
-            worker.close()
+    if sources.parse_name(options.dataset[0]).name == sources.DUMMY:
+        samples = options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY]
+        size, context, kind = len(tokenizer), options.longest_row, options.row_kind
+        rows, report = tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
+    else:
+        with _opened(tokenizer, options, source) as pipeline:
+            rows, report = pipeline.all_rows()
     check_report(report, options)
     return rows, report
 
 
+@contextlib.contextmanager
+def _opened(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
+) -> Iterator["DatasetPipeline"]:
+    """The pipeline of the one `options.dataset`, with processes of its own for the chat template."""
+    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+    pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source)
+    try:
+        yield pipeline
+    finally:
+        for worker in pipeline.workers:
+            worker.close()
+
+
 class DatasetPipeline:
-    """Turns the rows of the one `options.dataset` into tokens, whole or as a stream."""
+    """Turns the rows of the one `options.dataset` into tokens, whole or as a stream. source: if it is known already."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, workers: Sequence[TemplateWorker]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        workers: Sequence[TemplateWorker],
+        source: Source | None = None,
     ) -> None:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
         [self.dataset] = map(sources.parse_name, options.dataset)
         self.template = find_template(options.prompt_template)
         self.asked = AskedFormat(options.asked_format, parse_columns(options.columns))
+        self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
+        named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
+        self.samples = named if options.dataset_samples is None else options.dataset_samples
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
         self._reading: Reading | None = None  # known from the first rows on
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
-        options, samples, kind = self.options, self.options.dataset_samples, self.options.row_kind
-        samples = sources.DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
-        if self.dataset.name == sources.DUMMY:
-            assert samples is not None
-            size, context = len(self.tokenizer), options.context_length
-            return tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
-        source = sources.find_source(self.dataset)
-        key = [source.identity, source.start, source.stop, samples, self.asked.renames]
-        key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
-        key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += [kind.name] if kind != TEXTS else []
-        key += [f"rated {options.rating_threshold}"] if options.rating_threshold is not None else []
+        source = self.source
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            made = self._tokenize(source, source.entries(samples, used=self.asked.used), show_progress=True)
+            made = self._tokenize(source, source.entries(self.samples, used=self.asked.used), show_progress=True)
             if source.fingerprint() != source.identity:
                 raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
             return made
 
-        rows, report = through_cache(key, make)
+        rows, report = through_cache(self._key, make)
         return rows, dataclasses.replace(report, origin=source.origin)  # the same content may be at another path now
+
+    @property
+    def _key(self) -> list[object]:
+        """All that the rows depend on."""
+        options, kind, source = self.options, self.options.row_kind, self.source
+        key: list[object] = [source.identity, source.start, source.stop, self.samples, self.asked.renames]
+        key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
+        key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
+        key += [kind.name] if kind != TEXTS else []
+        return key + ([f"rated {options.rating_threshold}"] if options.rating_threshold is not None else [])
+
+    def measured(self) -> DataReport:
+        """The report on the uncut rows that decide; num_rows were read, and num_used of them tokenized."""
+
+        def make() -> tuple[TokenizedRows, DataReport]:
+            limit = _FIRST_ROWS if self.options.streaming else self.samples
+            num_rows, chosen = spread(self.source.entries(limit, used=self.asked.used), _MOST_MEASURED)
+            _, report = self._tokenize(self.source, chosen)
+            return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
+
+        return through_cache(["measured", *self._key], make)[1]
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
-        options, source = self.options, sources.find_source(self.dataset, streamed=True)
+        options, source = self.options, self.source
 
         def tokenize(entries: Iterable[Entry]) -> tuple[TokenizedRows, DataReport]:
             block, report = self._tokenize(source, entries)
@@ -321,7 +399,7 @@ class DatasetPipeline:
                     learn, of_format = self.options.learn, row_format.template
                     renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers)
                     piece, of_rows = tokenization.tokenize_batch(
-                        rows, row_format, renderer, self.tokenizer, self.options.context_length, report
+                        rows, row_format, renderer, self.tokenizer, self.options.longest_row, report
                     )
                     pieces.append(piece)
                     lengths += of_rows
@@ -331,7 +409,7 @@ class DatasetPipeline:
             more = f" None of its {report.num_rows:,} rows can be read." if report.num_rows else " Give one with rows."
             raise UserError(f"{place}: {reason}.{more}")
         joined = join_rows(pieces)
-        report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="higher"))
+        report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf"))
         report.count(joined)
         return joined, report
 
@@ -387,19 +465,14 @@ def _check_objective(reading: Reading, options: DataOptions, first_rows: Sequenc
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:
-    """Log what became of the rows, and raise UserError if none is left or too many were rejected.
-
-    A row without room for its response is not counted as bad: a line names the context that it needs.
-    """
-    allowed, is_empty = options.max_bad_rows, report.num_used == 0
-    counts_too_long = is_empty or not allowed
-    num_bad = report.num_rejected - (0 if counts_too_long else report.num_too_long)
-    advice = report.describe_cut(options.context_length)
-    if is_empty or num_bad > allowed * report.num_rows:
-        lines = [line for reason, line in report.describe_rejected().items() if counts_too_long or reason != NO_ROOM]
+    """Log what became of the rows, and raise UserError if none is left or too many were rejected."""
+    allowed, num_bad = options.max_bad_rows, report.num_rejected
+    advice = report.describe_cut(options.longest_row)
+    if report.num_used == 0 or num_bad > allowed * report.num_rows:
+        lines = [*report.describe_rejected().values()]
         if len(lines) > NUMBERS_SHOWN:
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
-        cure = "raise --context_length" if report.num_too_long == num_bad else "raise --max_bad_rows"
+        cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
         raise UserError(
             f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are {allowed:.1%}. "
             f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])

@@ -103,7 +103,7 @@ class RowStream:
         entries, following = self.read_block(position, self.block_rows)
         tokenized, report = self.tokenize(entries)
         self._num_read += report.num_rows
-        self._num_bad += report.num_rejected - report.num_too_long
+        self._num_bad += report.num_rejected
         for line in report.describe_rejected().values():
             log.warning("Rows left out, %s", line)
         if self._num_bad > self.max_bad_rows * self._num_read:
@@ -142,3 +142,13 @@ def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
             yield item
     finally:
         thread.shutdown(wait=False, cancel_futures=True)
+
+
+def spread(items: Iterable[Item], most: int) -> tuple[int, list[Item]]:
+    """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
+    number, kept, distance = 0, list[Item](), 1
+    for number, item in enumerate(items, start=1):
+        kept += [item] if (number - 1) % distance == 0 else []
+        if len(kept) > most:
+            kept, distance = kept[::2], 2 * distance
+    return number, kept

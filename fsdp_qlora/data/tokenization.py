@@ -71,18 +71,20 @@ def tokenize_batch(
     rendered, or that has nothing learned before the cut, is left out and listed in the report.
 
     Returns:
-        The tokenized rows, and the tokens of each before it was cut.
+        The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer answer.
     """
     rendered = _render(rows, row_format, renderer, report)
     report.is_chat |= any(row.kind == "chat" for _, row in rendered)
     report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
+    lengths = [len(row.ids) + row.num_cut for row in encoded]
     if row_format.row_kind == PAIRS:
         encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
+        lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
     if row_format.row_kind == LABELS:
         chosen = with_mismatched_answers(chosen, context_length)
-    return _flatten(chosen), [len(row.ids) + row.num_cut for row in encoded]
+    return _flatten(chosen), lengths
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:

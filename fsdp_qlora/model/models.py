@@ -256,9 +256,14 @@ def build_meta_model(
     raise AssertionError("no attention candidate")
 
 
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The most tokens of a row that the model supports; None if its configuration names none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
 def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
     """Warn if rows may be longer than the model supports."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = most_positions(config)
     if longest and context_length > longest:
         log.warning("context_length %d is more than the model's own limit of %d positions.", context_length, longest)
 

@@ -1,5 +1,6 @@
 """Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
 
+import dataclasses
 import difflib
 import html
 import itertools
@@ -18,7 +19,7 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import PlainLoader, read_options, value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
-from fsdp_qlora.model.models import load_config, load_tokenizer
+from fsdp_qlora.model.models import load_config, load_tokenizer, most_positions
 from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.gpus import find_gpu
@@ -91,10 +92,14 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
     for note in model.notes:
         log.info("%s", note)
     if tokenizer is None:
+        if config.context_length == "auto":
+            most = min(config.longest_row, most_positions(model_config) or config.longest_row)
+            log.info("Context: rows of %s tokens, the most that auto takes; with --dataset they decide", f"{most:,}")
+            config = dataclasses.replace(config, context_length=most)
         return Planner(config, request, model, tokens=tokens)
     from fsdp_qlora.planning.run_plan import read_rows  # most plans need no rows, and this takes a while
 
-    data = read_rows(config, model)
+    config, data = read_rows(config, model)
     planner = Planner(config, request, model, data, tokens)
     number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
@@ -308,7 +313,7 @@ def describe_offers(date: str, found: Sequence[PlannedRun]) -> Iterator[str]:
     steps = [each.rows for each in fitting or found]
     rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
     yield f"{config.model_name}, {config.train_type}, {format_count(found[0].tokens)} tokens"
-    yield f"{rows} x {config.context_length} tokens per GPU and step; prices of {date}"
+    yield f"{rows} x {config.longest_row} tokens per GPU and step; prices of {date}"
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
     for each in found:
         request, settings = each.request, each.config

@@ -140,7 +140,8 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     for note in plan.notes:
         log.info("%s", note)
     describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
-    models.warn_of_long_context(model_config, config.context_length)
+    if config.context_length != "auto":
+        models.warn_of_long_context(model_config, config.longest_row)
     return plan
 
 
@@ -292,7 +293,7 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
 
 def longest_allowed(config: TrainConfig) -> Lengths:
     """A micro-batch of as many and as long rows as the options allow."""
-    return Lengths([config.context_length] * config.batch_size * config.row_kind.num_learned)
+    return Lengths([config.longest_row] * config.batch_size * config.row_kind.num_learned)
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:

@@ -1,6 +1,8 @@
 """The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
 
+import contextlib
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
-from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
+from fsdp_qlora.checkpointing.mirror import open_store
+from fsdp_qlora.checkpointing.run_folder import RECORD, RUN, is_finished
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
@@ -28,6 +31,7 @@ from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, place, pla
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import all_gather_via_store
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.storage.files import read_json
 
@@ -47,7 +51,7 @@ class Plan:
     tasks: Tasks | None = None
     """The tasks of --eval_tasks."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """Options that --auto replaces."""
+    """Options that --auto replaces, and the context_length that the rows decide."""
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
@@ -61,12 +65,15 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     refuse_sinks(config.log_to)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
+    config = with_kept_context(config, ranks, store)
     model = plan_model(config, machine, store)
-    data = read_rows(config, model)  # before the process group starts, so that no collective waits for the tokenizer
+    # Before the process group starts, so that no collective waits for the tokenizer.
+    config, data = read_rows(config, model)
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
     chosen = choose_settings(config, model, data, store) if config.auto else {}
+    chosen |= {"context_length": config.context_length}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
@@ -79,10 +86,41 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     return plan
 
 
-def read_rows(config: TrainConfig, model: ModelPlan) -> RunData:
-    """The run's rows in the model's tokens. Raises UserError as `prepare_data` does."""
+def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunData]:
+    """The options with the context_length that the rows decide, and the rows. Raises UserError as `prepare_data`."""
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
-    return prepare_data(model.tokenizer, data_options(config, model.folder, model.tokenizer), vocab_size=vocab_size)
+    options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
+    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
+    return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:
+    """The options, where context_length is auto with that of the run that continues, which rank 0 reads for all."""
+    if config.context_length != "auto":
+        return config
+    kept = json.dumps(_recorded_context(config) if ranks.is_rank_0 else None)
+    if store is not None:
+        kept = all_gather_via_store(kept, "the context_length of the run", ranks, store)[0]
+    if number := json.loads(kept):
+        log.info("Context: %s tokens, with which the run was started", f"{number:,}")
+    return dataclasses.replace(config, context_length=number or "auto")
+
+
+def _recorded_context(config: TrainConfig) -> int | None:
+    """The context_length of the run in a folder or on its mirror, or of a checkpoint; None if there is none.
+
+    What may be another run, to be replaced or not to be touched, counts if it is unfinished and of the same --dataset.
+    """
+    continues = config.resume == "auto"
+    folder = Path(config.output_dir if continues else config.resume).expanduser()
+    record = read_json(folder / RUN) or read_json(folder / STATE).get("about", {})
+    if not record and continues and config.mirror:
+        with contextlib.suppress(OSError):  # said when the run resumes
+            record = open_store(config.mirror).run()
+    options = record.get("options", {})
+    is_other = continues and (is_finished(folder) or options.get("dataset") != list(config.dataset))
+    found = None if is_other and (config.overwrite_output_dir or config.is_preview) else options.get("context_length")
+    return found if isinstance(found, int) else None
 
 
 def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:

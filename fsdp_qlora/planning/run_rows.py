@@ -44,7 +44,7 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         packing=config.batching == "packed",
         rows_per_step=rows_per_step,
         mixture=data.mixture,
-        context_length=config.context_length * config.row_kind.num_documents,
+        context_length=config.longest_row * config.row_kind.num_documents,
     )
     if rows is not None:
         return schedule
@@ -91,7 +91,7 @@ class RunRows:
 
     def _lengths_of(self, micro_batch: np.ndarray) -> Lengths:
         """Tokens of a micro-batch as they are computed, padding included."""
-        rows, most = self.data.train, self.config.context_length
+        rows, most = self.data.train, self.config.longest_row
         learned = rows.learned_documents(micro_batch)
         found = np.minimum(rows.document_offsets[learned + 1] - rows.document_offsets[learned], most).tolist()
         if self.schedule.padding:

@@ -169,7 +169,7 @@ class Planner:
     def rows(self, config: TrainConfig) -> PlannedRows:
         """The rows of the run with other options."""
         data, num_gpus = self.data, self.request.num_gpus
-        key = (config.batch_size, config.gradient_accumulation_steps, config.context_length, num_gpus)
+        key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, num_gpus)
         if key not in self._rows:
             self._rows[key] = (
                 RunRows(config, data, make_schedule(config, data, num_gpus), self.model.documents).planned()
@@ -194,8 +194,8 @@ class Planner:
         options: list[dict[str, Any]] = [{}, {"batch_size": 1, "gradient_accumulation_steps": rows}]
         options += [{**each, "use_cpu_offload": True, "sharding_strategy": "full_shard"} for each in options]
         options += [{**each, "use_activation_cpu_offload": True} for each in options[1::2]]
-        if config.context_length > 512:
-            options += [{**options[-1], "context_length": config.context_length // 2}]
+        if config.longest_row > 512:
+            options += [{**options[-1], "context_length": config.longest_row // 2}]
         found = (self.planned(**each, recompute="all") for each in options)
         return (each for each in found if each.fits)
 
@@ -231,7 +231,7 @@ class Planner:
     @property
     def _most_rows(self) -> int:
         """In a micro-batch that is tried."""
-        return max(_FEW_ROWS, _FEW_TOKENS // self.config.context_length)
+        return max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
         """The splits of a step's rows that are tried: the one that is given, and all of few rows."""

@@ -44,7 +44,7 @@ from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.plan import PlacedModel, check_resources
-from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
+from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, with_kept_context
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.process_group import (
     check_agreement,
@@ -87,7 +87,7 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
     for line in notes:
         log.info("%s", line)
     if config.show_samples:
-        samples = show_samples(config)
+        samples = show_samples(with_kept_context(config, ranks, None))
         if ranks.is_rank_0:
             print(samples)
         return
@@ -134,7 +134,10 @@ def show_samples(config: TrainConfig) -> str:
         config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
     )
     tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    data = prepare_data(tokenizer, data_options(config, folder, tokenizer), vocab_size=len(tokenizer))
+    options = data_options(config, folder, tokenizer)
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    longest = models.most_positions(model_config)
+    data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
         describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)

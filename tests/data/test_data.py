@@ -85,7 +85,7 @@ def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pyt
 
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen = given.pop("tokenizer", tokenizer)
-        options = TrainConfig(dataset=(str(dataset),), **given).pick(DataOptions)
+        options = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given}).pick(DataOptions)
         return prepare_rows(chosen, options)
 
     return call

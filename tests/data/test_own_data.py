@@ -168,7 +168,8 @@ CASES = {
     "train and val folders": Case(split_folders, "folder", ALPACA, 4, "not val/rows.jsonl.gz"),
     "other folders": Case(unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched (first)"),
     "prompts that are too long": Case(write_jsonl, "a.jsonl", LONG, 0, "--context_length 3142"),
-    "ten of 999 too long": Case(write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 989, 989, "10 rows have no room"),
+    "1% too long": Case(write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 990, 990, "10 rows have no room"),
+    "1.1% too long": Case(write_jsonl, "a.jsonl", LONG * 11 + ALPACA[:1] * 989, 0, "raise --context_length or --max_bad_rows"),
     "long responses": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "output": "b" * 6000}], 1, "67% of the tokens are cut off"),
 }  # fmt: skip
 

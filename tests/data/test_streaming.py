@@ -30,7 +30,8 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
     def open_it(dataset: Path, **given: Any) -> RunData:
-        options = TrainConfig(**{"dataset": (str(dataset),), "streaming": True, "shuffle_buffer": 10, **given})
+        usual = {"dataset": (str(dataset),), "streaming": True, "shuffle_buffer": 10, "context_length": 512}
+        options = TrainConfig(**{**usual, **given})
         return prepare_data(tokenizer, options.pick(DataOptions), vocab_size=len(tokenizer))
 
     return open_it

@@ -148,7 +148,7 @@ def test_each_end_of_a_run_leaves_a_report_with_its_data_and_times(models: Calla
     rows, output = write_rows(tmp_path / "rows.jsonl", make_rows(24)), tmp_path / "output"
     options = {
         "model_name": models(), "dataset": rows, "batch_size": 4, "eval_fraction": 0.25, "eval_steps": 2,
-        "context_length": 150, "lr": 1e-3, "output_dir": output,
+        "context_length": 150, "max_bad_rows": 0.5, "lr": 1e-3, "output_dir": output,
     }  # fmt: skip
     argv = flags(**options, log_to="stdout", quant_cache="off", max_hours=1e-6)
     statuses, said = run_ranks(1, argv, tmp_path / "logs")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from tests.planning.test_placement import REPEATS_KEYS
-from tests.tiny import SIZES, WORDS, flags
+from tests.tiny import SIZES, WORDS, flags, write_rows
 
 pytestmark = pytest.mark.quick
 
@@ -77,14 +78,29 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> tuple[int, str]:
-    status = main(["plan", *argv, *flags(**options)])
+    status = main(["plan", *flags(**{"context_length": 512, **options}), *argv])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
 
 def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any:
-    main(["plan", "--json", *argv, *flags(**options)])
+    main(["plan", "--json", *flags(**{"context_length": 512, **options}), *argv])
     return json.loads(capsys.readouterr().out)
+
+
+def test_memory_is_planned_for_the_context_that_the_rows_decide(
+    models: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"prompt": "red", "completion": "blue" * (1 + number % 40)} for number in range(200)]
+    options = {"model_name": models(), "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
+    argv = ("--gpu", "RTX 3060")
+    found = _json(capsys, *argv, **options, context_length="auto")
+    [number] = re.findall(r"--context_length (\d+)", found["command"])
+    assert int(number) in (64, 128) and found == _json(capsys, *argv, **options, context_length=number)
+    # No rows decide, and auto takes at most what the model can, and 4,096.
+    for name, most in ((models(), 256), ("qwen3-0.6b", 4096)):
+        found = _json(capsys, *argv, model_name=name, context_length="auto")
+        assert found == _json(capsys, *argv, model_name=name, context_length=most)
 
 
 def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = CHAT
-    config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", **options})
+    config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options})
     return prepare_rows(tokenizer, config.pick(DataOptions))
 
 
@@ -114,7 +114,7 @@ def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path: Pat
         {"prompt": "hi", "chosen": " so so go", "rejected": " so so no"},
         {"prompt": "hi", "chosen": " go", "rejected": " no"},
     ]
-    assert prepared(rows, tmp_path, context_length=5)[0].row_numbers.tolist() == [2]
+    assert prepared(rows, tmp_path, context_length=5, max_bad_rows=0.5)[0].row_numbers.tolist() == [2]
 
 
 @pytest.mark.quick
