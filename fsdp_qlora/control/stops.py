@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _OF_SIGNAL = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIG
 NUM_FLAGS = 4  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
 _END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals of a child are its own
 
 
 class Signals:
@@ -72,7 +74,8 @@ class Signals:
         numbers = [number for number in _OF_SIGNAL if is_main and not (is_nohup and number == signal.SIGHUP)]
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
-            yield
+            with self._ended_in_time() if is_main else contextlib.nullcontext():
+                yield
         except BaseException as error:
             stop = STOPS[self.wish]
             if stop is None or not self.is_starting or isinstance(error, RunStopped):
@@ -80,8 +83,6 @@ class Signals:
             message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
             raise RunStopped(stop.state, message) from error
         finally:
-            if self.wish and self.is_starting:
-                signal.setitimer(signal.ITIMER_REAL, 0)
             for number, earlier in before.items() if not (self.wish and self._ends_process) else ():
                 signal.signal(number, earlier)
 
@@ -95,10 +96,33 @@ class Signals:
             self._interrupted_at = self._interrupted_at or now
         is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[signal.Signals(number)])
         if is_first and self.is_starting:
-            status = ENDINGS["interrupted" if number == signal.SIGINT else "preempted"].exit_code
-            signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
-            signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
             raise KeyboardInterrupt  # which no library takes for an error of its own
+
+    @contextlib.contextmanager
+    def _ended_in_time(self) -> Iterator[None]:
+        """If a signal comes in the block before training begins, end the process unless the block soon ends.
+
+        By a thread, which Python tells of the signal: in C++, as where ranks meet, the main thread calls no handler.
+        """
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        has_ended = threading.Event()
+
+        def end_in_time() -> None:
+            with reader:
+                while received := reader.recv(1):
+                    stop = STOPS[next((index for number, index in _OF_SIGNAL.items() if number == received[0]), 0)]
+                    if stop and self.is_starting and not has_ended.wait(_END_SECONDS) and self.is_starting:
+                        os._exit(ENDINGS[stop.state].exit_code)
+
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=end_in_time, name="signals", daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            signal.set_wakeup_fd(before)
+            writer.close()
 
 
 @dataclass

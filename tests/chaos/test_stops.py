@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -30,6 +31,7 @@ from tests.chaos.harness import (
     wait_for,
     write_slowly,
 )
+from tests.tiny import ROOT
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,31 @@ def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Pat
         assert job.is_alive()
         job.kill(0, signal.SIGINT)
         assert job.wait()[0] == 130
+
+
+_WAITS_IN_C = """
+import ctypes
+from fsdp_qlora.control import stops
+
+stops._END_SECONDS = 0.5
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with stops.Signals(ends_process=True).handled():
+    print("waits", flush=True)
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)  # the second never returns, and Python calls no handler
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_start_that_waits_where_no_handler_runs(number: signal.Signals, code: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _WAITS_IN_C], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(timeout=60) == code
+        finally:
+            process.kill()
 
 
 def lose_output() -> None:
