@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
 from tests.tiny import make_model
 
 REFERENCE = Path(__file__).parent / "reference.json"
@@ -105,8 +108,20 @@ def make_models(folder: Path) -> dict[str, Path]:
         decoder_sparse_step=1,
         mlp_only_layers=[],
     )
+    for made in (llama, experts):
+        _draw_anew(made)
     expand_model(str(llama), folder / EXPANDED, expansion_rate=0.5)
     return {MODEL: llama, MOE: experts, EXPANDED: folder / EXPANDED}
+
+
+def _draw_anew(folder: Path) -> None:
+    """Draw a model's matrices by numpy: the numbers that torch draws depend on the processor's vector instructions."""
+    path, generator = folder / "model.safetensors", np.random.default_rng(0)
+    tensors = load_file(path)
+    for name, values in tensors.items():
+        if values.ndim > 1:
+            tensors[name] = generator.normal(scale=0.1, size=values.shape).astype(np.float32)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def fingerprint(folder: Path) -> str:
