@@ -122,8 +122,16 @@ def packing_blocker(model: PreTrainedModel) -> str | None:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any or "position_ids" not in parameters:
         return "it takes no positions"
-    flags = ("_supports_attention_backend", "_supports_flash_attn")
-    return None if all(getattr(model, flag, False) for flag in flags) else "its attention cannot be replaced"
+    # Hybrids leave out the flag of the first, which is about serving; their other layers are not attention.
+    replaceable = getattr(model, "_supports_attention_backend", False) or any(map(_looks_up, model.modules()))
+    is_told = getattr(model, "_supports_flash_attn", False)
+    return None if replaceable and is_told else "its attention cannot be replaced"
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether a module takes its attention function by name from transformers' table."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from fsdp_qlora.adapters.targets import check_patterns, select_parameters, selec
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.fused import fuse_modules
+from fsdp_qlora.model.mixers import keep_documents_apart
 from fsdp_qlora.model.models import build_meta_model, read_directly
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import PackedFormat
@@ -97,6 +98,7 @@ def build_model(
     )
     route_experts(model)
     fuse_modules(model)
+    keep_documents_apart(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
         packed, options = layers.prequantized, dict(layers.quantizer)

@@ -29,6 +29,7 @@ from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantiz
 from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model.fused import describe_fused
+from fsdp_qlora.model.mixers import layers_apart
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.quantizers.table import QUANTIZERS
@@ -199,6 +200,8 @@ def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
         is_exact=quantizer is None or QUANTIZERS[quantizer].linear.is_exact,
     )
     if reason is None:
+        if layers := layers_apart(model_plan.meta.model):
+            log.info("Rows are computed apart in layers that mix tokens without attention: %s.", ", ".join(layers))
         return plan.schedule
     no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)

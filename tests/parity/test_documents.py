@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, pad_rows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.attention import choose, packing_blocker
+from fsdp_qlora.model.mixers import keep_documents_apart
 from fsdp_qlora.training.head_loss import loss_of_logits
+from tests.parity.test_hybrids import HYBRIDS, WITHOUT_PADDING
 from tests.rounding import SGD, rounding
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
@@ -27,6 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 7},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},  # with sinks
+    **WITHOUT_PADDING,
 }
 LENGTHS = np.array([12, 30, 12, 3, 9])
 TOKENS = int(LENGTHS.sum())
@@ -47,6 +50,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
     """A model with its own attention, and the name of that for documents."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     name = choose(model.config, torch.float32, torch.device("cpu"), requested="auto")
+    keep_documents_apart(model)
     assert packing_blocker(model) is None and name is not None
     return model, name
 
@@ -145,12 +149,12 @@ def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models,
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("lfm2", r"a second document in a row differs by "), ("bloom", "it takes no positions")],
+    [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")],
 )
 def test_models_that_other_documents_would_change_are_padded(
     family: str, reason: str, models: Models, tmp_path: Path
 ) -> None:
-    shape = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]} if family == "lfm2" else {}
+    shape = HYBRIDS[family].shape if family in HYBRIDS else {}
     data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
     options = {"model_name": models(family, **shape), "dataset": data, "train_type": "lora", **RUN}
     train_ok(1, tmp_path / "padded", batching="padded", **options)
