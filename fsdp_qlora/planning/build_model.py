@@ -133,6 +133,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
     all_linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     parts = ModelParts.of(model)
+    _check_blocks_share_nothing(parts.blocks, config)
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
     trained = [path for path, module in model.named_modules() if module in new]
     inside = tuple(f"{path}." for path in trained)
@@ -144,6 +145,18 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
         frozen_experts = frozen_experts if layers.prequantized.has_experts else []
     left_out = read_directly(model) if train_type.quantizer or train_type.adapter else []
     return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
+
+
+def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:
+    first: dict[nn.Parameter, int] = {}
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if first.setdefault(parameter, index) != index:
+                raise UserError(
+                    f"The {config.model_type} model cannot be trained here: its blocks {first[parameter]} and {index} "
+                    "share weights, so they cannot be sharded and adapted block by block. Choose a model of another "
+                    "family."
+                )
 
 
 def _select_targets(

@@ -18,7 +18,7 @@ from fsdp_qlora.model.mixers import ByDocument, groups, keep_documents_apart
 from fsdp_qlora.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.rounding import SGD, rounding
-from tests.tiny import PROBE, ROOT, all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import PROBE, ROOT, all_slow_but, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
@@ -80,6 +80,9 @@ TABLE = {
 }  # fmt: skip
 HYBRIDS = {family: hybrid for family, hybrid in TABLE.items() if family in CONFIG_MAPPING}  # older versions know fewer
 WITHOUT_PADDING = {family: hybrid.shape for family, hybrid in HYBRIDS.items() if hybrid.apart}
+SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,
+          "mamba_d_state": 16, "mamba_ngroups": 1, "num_mem_blocks": 1, "chunk_size": 16, "attention_head_dim": 32,
+          "num_key_value_heads": 4, "adapter_rank": 8}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", all_slow_but("qwen3_5_text", HYBRIDS))
@@ -123,6 +126,14 @@ def test_a_run_without_padding_has_the_numbers_of_padded_rows(models: Models, tm
         assert free == pytest.approx(padded, rel=rounding(6 * 100)) and len(free) == 2, key
     padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))
     assert all(a < b for a, b in zip(padded, free, strict=True))
+
+
+def test_blocks_that_share_weights_are_refused_in_one_sentence(models: Models, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    argv = flags(model_name=models("zamba2", **SHARED), dataset=data, output_dir=tmp_path / "out", log_to="stdout")
+    statuses, output = run_ranks(2, argv, tmp_path / "logs")
+    assert statuses == [2, 2] and "Traceback" not in output
+    assert "The zamba2 model cannot be trained here: its blocks 1 and 3 share weights" in output
 
 
 class Mixer(nn.Module):
