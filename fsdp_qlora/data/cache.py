@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import psutil
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.data.images import UNREADABLE, are_as_kept
 from fsdp_qlora.data.rows import ENDED_WORKERS, NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
@@ -23,7 +25,7 @@ from fsdp_qlora.storage.files import cache_folder, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 10  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 11  # raise it when the arrays, the templates or the rules of masking change
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -49,7 +51,7 @@ def through_cache(
     """
     path = _path_of(key)
     with _locked(path):
-        if (found := read_cache(path)) is not None:
+        if (found := read_cache(path)) is not None and _is_current(path, *found):
             log.debug("Tokenized rows are read from %s", path)
             return found
         made = make()
@@ -57,6 +59,13 @@ def through_cache(
             return made  # another start may not lose these rows
         _write(path, *made)
         return read_cache(path) or made  # mapped, so that all ranks share it
+
+
+def _is_current(path: Path, rows: TokenizedRows, report: DataReport) -> bool:
+    """Whether images are as they were; those that could not be read are tried again in another start."""
+    lacks_some = any(reason.startswith(UNREADABLE) for reason in report.rejected)
+    is_of_this_start = path.stat().st_mtime >= psutil.Process().create_time()
+    return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images))
 
 
 def _path_of(key: Sequence[object]) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.control.clock import within
-from fsdp_qlora.data.rows import ENDED_WORKERS, BadRow, Chat, Segment
+from fsdp_qlora.data.rows import ENDED_WORKERS, BadRow, Chat, Segment, texts_of
 from fsdp_qlora.errors import UserError
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ def learned_rows(
 
 def _num_missing(message: Message, text: str) -> int:
     """How much of what a turn says a text lacks: its content, its reasoning, its calls."""
-    content = str(message.get("content") or "").lstrip().removeprefix(BEGINS)  # that may be in the prompt
+    content = "".join(texts_of(message)).lstrip().removeprefix(BEGINS)  # that may be in the prompt
     pieces = [content, *(str(message.get(name) or "") for name in REASONING)]
     pieces += [call["function"]["name"] for call in message.get("tool_calls") or []]
     return sum(_squeezed(piece) not in _squeezed(text) for piece in pieces)
@@ -382,7 +382,7 @@ def _squeezed(text: str) -> str:
 
 def _check_written(turn: int, message: Message, written: str) -> None:
     """Raise BadRow where a template writes nothing of what is to be learned."""
-    words = str(message.get("content") or "").rpartition(ENDS)[2].split()
+    words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
     if words and words[-1] not in written:
         raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
     for call in message.get("tool_calls") or []:
@@ -397,7 +397,7 @@ def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: 
         message["role"]
         for message in messages
         if message["role"] in ("system", "developer", "user")
-        and _squeezed(str(message.get("content") or "")) not in written
+        and any(_squeezed(text) not in written for text in texts_of(message))
     )
     functions = [tool.get("function", tool) for tool in tools or []]
     names = [tool["name"] for tool in functions if isinstance(tool, dict) and isinstance(tool.get("name"), str)]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.rows import BadRow, Chat, Row, refuse_media, text_of, unicode_of
+from fsdp_qlora.data.images import Images
+from fsdp_qlora.data.rows import BadRow, Chat, Row, refuse_media, text_of, texts_of, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {
@@ -30,7 +31,7 @@ _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_ca
 
 def read_turns(row: Row, column: str) -> Chat:
     """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
-    return _chat(row, turns(row.get(column), column))
+    return read_chat(row, turns(row.get(column), column))
 
 
 def read_moss(row: Row) -> Chat:
@@ -47,7 +48,7 @@ def read_moss(row: Row) -> Chat:
         ]
         if said.get("Inner Thoughts", "None") != "None" and len(found) > first:
             found[first]["reasoning_content"] = said["Inner Thoughts"]
-    return _chat({"system": row.get("meta_instruction")}, found)
+    return read_chat({"system": row.get("meta_instruction")}, found)
 
 
 def is_moss(row: Row) -> bool:
@@ -62,14 +63,14 @@ def read_tree(row: Row) -> Chat:
         best = min(replies, key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else math.inf)
         path.append({"role": best.get("role"), "content": best.get("text")})
         replies = turns(best["replies"], "replies") if best.get("replies") else []
-    return _chat(row, path)
+    return read_chat(row, path)
 
 
 def read_prompted(row: Row) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
     asked = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
-    return _chat(row, [{**turn, "weight": 0} for turn in asked] + answer)
+    return read_chat(row, [{**turn, "weight": 0} for turn in asked] + answer)
 
 
 def said_by(role: str, value: object, column: str) -> list[dict[str, Any]]:
@@ -98,8 +99,10 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(turn)]
 
 
-def _chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
-    messages = [_message(turn, number) for number, turn in enumerate(turns, start=1)]
+def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
+    """The turns as messages, with what else the row has for a chat. Raises BadRow."""
+    images = Images(row)
+    messages = [_message(turn, number, images) for number, turn in enumerate(turns, start=1)]
     weights = [_weight(turn, number) for number, turn in enumerate(turns, start=1)]
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -107,13 +110,14 @@ def _chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
         weights.insert(0, None)
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no assistant turn, so nothing to learn")
+    images.show_rest(messages)
     unused = dict.fromkeys(
         key for turn in turns for key, value in turn.items() if value is not None and key not in _USED
     )
-    return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused))
+    return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown))
 
 
-def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
+def _message(turn: dict[str, Any], number: int, images: Images) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
     called = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = next((turn[name] for name in ("content", "value", "parts") if turn.get(name) is not None), None)
@@ -125,32 +129,17 @@ def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
     if calls := turn.get("tool_calls") or turn.get("function_call"):
         message["tool_calls"] = _calls(calls, number)
     if content is not None:
-        message["content"] = unicode_of(_plain(content, number), f"turn {number}")
+        message["content"] = images.read(content, number, can_show=message["role"] != "assistant")
     elif "tool_calls" not in message:
         raise BadRow(f"turn {number}: its content is null")
     if message["role"] == "user":
-        refuse_media(message.get("content", ""), f"turn {number}")
+        for text in texts_of(message):
+            refuse_media(text, f"turn {number}")
     message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
     is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
     if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:
         raise BadRow(f"turn {number}: the assistant says nothing")
     return message
-
-
-def _plain(content: object, number: int) -> str:
-    """The text of a turn, also of one in parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise BadRow(f"turn {number}: its content is not text but {type(content).__name__}")
-    texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            raise BadRow(f"turn {number}: a part of its content is {kind}, and only text can be trained on")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _weight(turn: Mapping[str, Any], number: int) -> int | None:

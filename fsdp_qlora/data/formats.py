@@ -74,6 +74,8 @@ def read_fields(row: Row, instruction: str, response: str, context: str = "conte
         system=text_of(row, "system", required=False),
         history=_history(row.get("history")),
     )
+    if row.get("images"):
+        return dataclasses.replace(fields, shows=row)
     refuse_media(fields.instruction, instruction)
     refuse_media(fields.context, context)
     before, *parts = _SPEAKER.split(fields.instruction)
@@ -183,6 +185,8 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
     return [int(value) for value in values]
 
 
+_ASKED = ("context", "system", "history", "images")
+_BESIDE = ("tools", "system", "images")
 _PROMPTED = (*preferences.PROMPTS, "system", "tools")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
 _QUESTION = prompts.TEMPLATES["question_answer"]
@@ -192,7 +196,7 @@ _read_dolly = partial(read_fields, instruction="instruction", response="response
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), _read_alpaca),
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history", "images"), _read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, row_kind=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
@@ -201,15 +205,15 @@ FORMATS: dict[str, Format] = {
     ),
     "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, row_kind=LABELS),
     "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, row_kind=LABELS),
-    "messages": Format(("messages",), ("tools", "system"), partial(chats.read_turns, column="messages")),
-    "sharegpt": Format(("conversations",), ("tools", "system"), partial(chats.read_turns, column="conversations")),
-    "dolly": Format(("instruction", "response"), ("context", "system", "history"), _read_dolly),
-    "question_answer": Format(("question", "answer"), ("context", "system", "history"), read_question, _QUESTION),
+    "messages": Format(("messages",), _BESIDE, partial(chats.read_turns, column="messages")),
+    "sharegpt": Format(("conversations",), _BESIDE, partial(chats.read_turns, column="conversations")),
+    "dolly": Format(("instruction", "response"), _ASKED, _read_dolly),
+    "question_answer": Format(("question", "answer"), _ASKED, read_question, _QUESTION),
     "instances": Format(("instruction", "instances"), ("system",), read_instances),
     "rationale": Format(("question", "rationale", "correct"), ("options",), read_rationale, _QUESTION),
     "moss": Format(("chat",), ("meta_instruction",), chats.read_moss, recognizes=chats.is_moss),
     "tree": Format(("message_tree_id", "prompt"), (), chats.read_tree),
-    "prompt_completion": Format(("prompt", "completion"), ("tools",), preferences.read_prompt_completion),
+    "prompt_completion": Format(("prompt", "completion"), ("tools", "images"), preferences.read_prompt_completion),
     "guanaco": Format(("text",), (), read_guanaco, recognizes=is_guanaco),
     "text": Format(("text",), (), read_text),
 }
@@ -217,6 +221,7 @@ FORMATS: dict[str, Format] = {
 
 # Other names of optional columns.
 SYNONYMS = {"input": ("context",), "context": ("input",), "system": ("system_prompt",), "tools": ("functions",)}
+SYNONYMS["images"] = ("image",)
 
 # Well-known sets that call a format's columns otherwise: the format, their columns -> its own. They are tried in this
 # order where the columns are of no format.
@@ -267,6 +272,11 @@ class Reading(NamedTuple):
             if (reason := self._unused_meaning(column, row.get(column))) is not None:
                 raise BadRow(reason)
         return {self.names[column]: value for column, value in row.items() if column in self.names}
+
+    def without_images(self) -> "Reading":
+        """The same for a model of text alone: rows with images cannot be used."""
+        names = {column: name for column, name in self.names.items() if name != "images"}
+        return self._replace(names=names, watched=[*self.watched, *(self.names.keys() - names.keys())])
 
     def _unused_meaning(self, column: str, value: object) -> str | None:
         if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):

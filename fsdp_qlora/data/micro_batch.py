@@ -41,17 +41,22 @@ class MicroBatch:
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
     """Token ids of each rank that shares the vocabulary, int64 on the CPU; None where ranks share none."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Arguments of the model for images, from its processor; empty without any."""
+    calls_towers: bool = False
+    """Whether a micro-batch of the round has images: then all ranks gather the parts for them."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        return {"input_ids": self.input_ids, **self.documents}
+        return {"input_ids": self.input_ids, **self.documents, **self.images}
 
     def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
         """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
         moved = to_device({**self.documents, **{name: getattr(self, name) for name in names}}, device)
-        return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved)
+        images = to_device(self.images, device)
+        return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved, images=images)
 
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
         """Add the tokens of the micro-batches on the ranks that share the vocabulary with this one.

@@ -21,7 +21,8 @@ PROMPTS = ("conversations", "prompt", *INSTRUCTIONS)  # the first that is filled
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:
     """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
-    if row.get("system") or any(isinstance(row.get(name), list | Mapping) for name in ("prompt", "completion")):
+    said = (row.get("prompt"), row.get("completion"))
+    if row.get("system") or row.get("images") or any(isinstance(each, list | Mapping) for each in said):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")

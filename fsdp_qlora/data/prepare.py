@@ -23,9 +23,11 @@ from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
+from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
 from fsdp_qlora.data.rows import (
+    FOLDER,
     NO_ROWS,
     NUMBERS_SHOWN,
     BadRow,
@@ -69,6 +71,8 @@ class DataOptions:
     max_steps: int = -1
     objective: str = "sft"
     rating_threshold: float | None = None
+    images: ImageProcessor | None = None
+    """The model's processor of images, if it has one; no option."""
 
     @property
     def row_kind(self) -> RowKind:
@@ -112,6 +116,13 @@ class RunData:
     """Reads the rows to train on, if they are streamed."""
     context_length: int = 0
     """The most tokens of a row, as asked for or decided."""
+    images: ImageProcessor | None = None
+    """Makes the pixels of their images, if the model has a processor."""
+
+    @property
+    def have_images(self) -> bool:
+        """Whether rows have images; of a stream the first ones."""
+        return len(self.train.images) + len(self.evaluation.images) > 0
 
     @property
     def source(self) -> RowSource:
@@ -196,8 +207,8 @@ def prepare_data(
         "eval_data": list(map(_describe, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])),
     }
     all_reports = tuple(reports), tuple(eval_reports)
-    length = options.longest_row
-    return RunData(train, train_rows, evaluation, eval_sets, provenance, *all_reports, mixture, stream, length)
+    length, images = options.longest_row, options.images
+    return RunData(train, train_rows, evaluation, eval_sets, provenance, *all_reports, mixture, stream, length, images)
 
 
 def _choose_context_length(
@@ -339,6 +350,7 @@ class DatasetPipeline:
         key: list[object] = [source.identity, source.start, source.stop, self.samples, self.asked.renames]
         key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
+        key += options.images.identity if options.images else []
         key += [kind.name] if kind != TEXTS else []
         return key + ([f"rated {options.rating_threshold}"] if options.rating_threshold is not None else [])
 
@@ -397,7 +409,8 @@ class DatasetPipeline:
                     if (threshold := self.options.rating_threshold) is not None:
                         row_format = dataclasses.replace(row_format, read=partial(row_format.read, threshold=threshold))
                     learn, of_format = self.options.learn, row_format.template
-                    renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers)
+                    images = self.options.images
+                    renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers, images)
                     piece, of_rows = tokenization.tokenize_batch(
                         rows, row_format, renderer, self.tokenizer, self.options.longest_row, report
                     )
@@ -415,7 +428,7 @@ class DatasetPipeline:
 
     def _named(self, entries: Sequence[Entry], source: Source, report: DataReport) -> list[tuple[int, Row]]:
         """(number, row) of the entries that are rows, whose columns are called as their format calls them."""
-        rows = []
+        rows, folders = [], []
         for part, offset, number, row in entries:
             if not report.parts or report.parts[-1].offset != offset:
                 report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
@@ -423,22 +436,24 @@ class DatasetPipeline:
                 report.reject(offset + number, str(row))
             else:
                 rows.append((offset + number, row))
+                folders.append(source.folder_of(part))
         report.num_rows += len(entries)
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._reading is None):
             first_rows = [row for _, row in rows[: sources.ROWS_LOOKED_AT]]
             asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
-            self._reading = asked.find(list(self._columns), first_rows, source.origin)
+            found = asked.find(list(self._columns), first_rows, source.origin)
+            self._reading = found if self.options.images else found.without_images()
             _check_objective(self._reading, self.options, first_rows, source.origin)
         if self._reading is None:
             return []
         report.dataset_format = self._reading.dataset_format
         report.unused_columns = [column for column in self._columns if column not in self._reading.names]
-        named = []
-        for number, row in rows:
+        named: list[tuple[int, Row]] = []
+        for folder, (number, row) in zip(folders, rows, strict=True):
             try:
-                named.append((number, self._reading.named(row)))
+                named.append((number, {**self._reading.named(row), FOLDER: folder}))
             except BadRow as reason:
                 report.reject(number, str(reason))
         return named

@@ -10,9 +10,12 @@ from typing import Any, get_type_hints
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.chats import read_chat
 from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.image_processor import ImageProcessor
+from fsdp_qlora.data.images import keep
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, PreferenceRow, Rendered, Row, Segment
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
@@ -27,6 +30,7 @@ class Renderer:
         learn: "assistant", "last" or "all": which turns are learned.
         of_format: the prompt template of the dataset's format.
         workers: processes that fill chat templates.
+        images: the model's processor of images, if it has one.
     """
 
     def __init__(
@@ -36,8 +40,9 @@ class Renderer:
         learn: str,
         of_format: PromptTemplate,
         workers: Sequence[TemplateWorker],
+        images: ImageProcessor | None = None,
     ) -> None:
-        self._chosen, self._learn, self._workers = chosen, learn, workers
+        self._chosen, self._learn, self._workers, self.images = chosen, learn, workers, images
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
@@ -78,13 +83,20 @@ class Renderer:
         if isinstance(content, Fields) and content.notes:
             first, *others = self._render(dataclasses.replace(content, notes=()), worker)
             return [dataclasses.replace(first, notes=content.notes + first.notes), *others]
+        if isinstance(content, Fields) and content.shows:
+            content = read_chat(content.shows, as_chat(content).messages)
         if isinstance(content, Fields):
             content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), "template")
         if isinstance(content, Chat):
+            if content.images and self.images is None:
+                raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
-            return [Rendered(segments, "chat", notes=() if number else notes) for number, segments in enumerate(rows)]
+            shown = self._shown(rows, content.images) if content.images else [Rendered(each, "chat") for each in rows]
+            return [dataclasses.replace(shown[0], notes=notes), *shown[1:]]
         if isinstance(content, PreferenceRow):
+            if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
+                raise BadRow("images: preferences can be of text alone")
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)
@@ -92,6 +104,16 @@ class Renderer:
             return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
         row = content if isinstance(content, Rendered) else Rendered(content)
         return [dataclasses.replace(row, segments=self._relearn(row.segments))]
+
+    def _shown(self, rows: Sequence[Sequence[Segment]], images: Sequence[Image]) -> list[Rendered]:
+        """The texts of a chat with the tokens of its images."""
+        assert self.images is not None
+        names, pixels = zip(*map(keep, images), strict=True)
+        expanded = [self.images.expand(row, pixels) for row in rows]
+        if (most := max(number for _, number, _ in expanded)) < len(images):
+            raise BadRow(f"the chat template shows {most} of the row's {len(images)} images")
+        ids = self.images.image_ids
+        return [Rendered(segments, "chat", (), (), None, (), names[:n], size, ids) for segments, n, size in expanded]
 
     def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """Segments, learned as --learn says."""

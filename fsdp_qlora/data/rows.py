@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +17,10 @@ from fsdp_qlora.output.text import fit
 
 Row = Mapping[str, object]
 Numbers = Sequence[int] | np.ndarray
+Image = Path | bytes
+"""An image of a row: its file, or what is in one."""
 
+FOLDER = "folder of its file"  # the name by which a reader finds it in a row, for relative paths
 NUMBERS_SHOWN = 10  # rows named in a message
 _NAMED = 5  # unused columns in one
 CUT_SHARE_TO_WARN = 0.05  # of the tokens
@@ -59,6 +63,10 @@ class TokenizedRows:
     """The label of each row, bool [rows], where rows have one."""
     reference: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """The reference's log-probability of each document, float32 [documents], where it was computed before training."""
+    images: np.ndarray = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
+    """The images of all rows, by the names that `images.keep` gave them, uint8 [images, 16]."""
+    image_sizes: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """Where rows have images: how many each has, and how many numbers the processor makes of them, int64 [rows, 2]."""
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -68,7 +76,17 @@ class TokenizedRows:
         start, end = self.offsets[row : row + 2]
         offsets = np.array([0, end - start], dtype=np.int64)
         of_rows = (each[row : row + 1] for each in (self.row_numbers, self.splits, self.desired))
-        return TokenizedRows(self.input_ids[start:end], self.learned[start:end], offsets, *of_rows)
+        found = TokenizedRows(self.input_ids[start:end], self.learned[start:end], offsets, *of_rows)
+        sizes = self.image_sizes[row : row + 1]
+        return dataclasses.replace(found, images=self.images_of(row), image_sizes=sizes) if len(sizes) else found
+
+    def images_of(self, row: int) -> np.ndarray:
+        """The images of a row, uint8 [images, 16]."""
+        return self.images[self._first_images[row] : self._first_images[row + 1]]
+
+    @cached_property
+    def _first_images(self) -> np.ndarray:
+        return np.cumsum([0, *self.image_sizes[:, 0]])
 
     @cached_property
     def digest(self) -> str:
@@ -157,6 +175,7 @@ class Lengths(NamedTuple):
 
     of_documents: list[int]
     shared: list[int] | None = None
+    image_values: int = 0  # as in `Rendered`, of the micro-batch with the most
 
     @property
     def num_computed(self) -> int:
@@ -175,6 +194,7 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
     if len(parts) == 1:
         return parts[0]
     tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
+    sizes = [part.image_sizes for part in parts] if any(len(part.images) for part in parts) else []
     last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) * renumber for part in parts)])
     return TokenizedRows(
         np.concatenate([part.input_ids for part in parts]),
@@ -183,6 +203,10 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
         np.concatenate([part.row_numbers + last[number] for number, part in enumerate(parts)]),
         np.concatenate([part.splits for part in parts]),
         np.concatenate([part.desired for part in parts]),
+        images=np.concatenate([part.images for part in parts]),
+        image_sizes=np.concatenate(
+            [NO_ROWS.image_sizes, *(np.resize(own, (len(part), 2)) for own, part in zip(sizes, parts, strict=False))]
+        ),
     )
 
 
@@ -322,6 +346,8 @@ class Fields:
     system: str = ""
     history: tuple[tuple[str, str], ...] = ()
     """Earlier (instruction, response) pairs."""
+    shows: Row | None = None
+    """The row, if it has images: then it is a chat."""
     notes: tuple[str, ...] = ()
     """Oddities of the row, which is used."""
 
@@ -337,6 +363,8 @@ class Chat:
     """1 or 0 for a message of which the row says whether it is learned, None for others."""
     unused: tuple[str, ...] = ()
     """Names of what turns have besides."""
+    images: tuple[Image, ...] = ()
+    """The images in the order in which messages show them, as parts of type image. Then all contents are in parts."""
 
     def learned_turns(self, learn: str) -> list[int]:
         """The places of the messages that are learned: those of the assistant, all or the last, without weight 0."""
@@ -365,6 +393,12 @@ class Rendered:
     """The label of a row that has one."""
     notes: tuple[str, ...] = ()
     """Oddities of the row, which is used."""
+    images: tuple[bytes, ...] = ()
+    """The names of its images, from `images.keep`."""
+    image_values: int = 0
+    """How many numbers the processor makes of them."""
+    image_ids: tuple[int, ...] = ()
+    """The tokens that stand for images."""
 
 
 @dataclass(frozen=True)
@@ -400,6 +434,12 @@ def refuse_media(text: str, where: str) -> None:
     """Raise BadRow where a question shows something that is no text."""
     if found := _MEDIA.search(text):
         raise BadRow(f"{where}: it shows {found[0].strip()}, and only text can be trained on")
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content, which may be in parts."""
+    content = message.get("content") or []
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def unicode_of(text: str, where: str) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.resources
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,6 +179,11 @@ class Source:
         """These of its rows, counted from its first."""
         stop = self.stop if stop is None else self.start + stop
         return dataclasses.replace(self, start=self.start + start, stop=stop)
+
+    def folder_of(self, part: int) -> str:
+        """The folder of a part's file, for relative paths in its rows."""
+        path, name = self.origin, self.parts[part].name
+        return os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
         """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that are not `used`.

@@ -54,6 +54,9 @@ class EncodedRow(NamedTuple):
     """The index of the second answer's first token."""
     desired: bool | None = None
     """The label of a row that has one."""
+    images: tuple[bytes, ...] = ()
+    image_values: int = 0
+    """As in `Rendered`."""
 
 
 def tokenize_batch(
@@ -142,6 +145,7 @@ def _render(
 
 
 def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
+    names = b"".join(name for row in rows for name in row.images)
     return TokenizedRows(
         input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
         learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
@@ -149,6 +153,8 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         row_numbers=np.array([row.number for row in rows], dtype=np.int64),
         splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
         desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
+        images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
+        image_sizes=np.array([(len(row.images), row.image_values) for row in rows if names], np.int64).reshape(-1, 2),
     )
 
 
@@ -216,11 +222,13 @@ def encode(
         # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
         starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
         num_cut = 0 if row.kind == "document" else len(ids[context_length:])
+        if num_cut and np.isin(ids[context_length:], row.image_ids).any():
+            learned[:] = False  # a part of an image says nothing
         for start in starts:
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
-            kept_ids = np.array(ids[kept], dtype=np.int32)
-            yield EncodedRow(number, kept_ids, learned[kept].copy(), num_cut, noted, desired=row.desired)
+            arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
+            yield EncodedRow(number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
 
 
 def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:

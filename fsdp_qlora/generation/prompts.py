@@ -136,6 +136,8 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number} is not JSON ({error}). Give one object in each line.") from error
         row = {"prompt": row} if isinstance(row, str) else row
+        if isinstance(row, dict) and (row.get("images") or row.get("image")):
+            raise UserError(f"{path}:{number} shows images, and answers are generated to text alone.")
         asked = _question_of(row)
         if asked is None:
             raise UserError(f"{path}:{number} has no question: give messages, or {', '.join(_INSTRUCTION)}.")

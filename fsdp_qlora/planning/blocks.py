@@ -109,7 +109,7 @@ def measure_blocks(
     found: dict[Any, BlockBytes] = {}
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
-            inputs = _arguments(parts, precision, describe_documents(*lengths))
+            inputs = _arguments(parts, precision, describe_documents(lengths.of_documents, lengths.shared))
             for block in parts.blocks:
                 if (kind := _kind(block)) not in found:
                     found[kind] = _measure(block, precision, inputs)

@@ -266,7 +266,7 @@ def place(
     """
     lengths = lengths or longest_allowed(config)
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
-    found = {each: _placed(config, plan, each, blocks, lengths.num_computed) for each in candidates(config, plan)}
+    found = {each: _placed(config, plan, each, blocks, lengths) for each in candidates(config, plan)}
     if len(found) == 1:
         return next(iter(found.values()))
     needs = {each: fit.with_margin(placed.memory.reserved) for each, placed in found.items()}
@@ -317,7 +317,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
 
 
 def _placed(
-    config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], num_tokens: int
+    config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], lengths: Lengths
 ) -> PlacedModel:
     """The model in a place, with the memory of a rank there."""
     machine = plan.machine
@@ -328,7 +328,7 @@ def _placed(
         num_shards=layout.num_shards,
         frees_blocks=layout.frees_blocks,
         offload=chosen.offload,
-        num_tokens=num_tokens,
+        num_tokens=lengths.num_computed,
         recomputing=blocks_to_recompute(config, plan),
         accumulates=config.gradient_accumulation_steps > 1 and chosen.accumulates,
         reduces_each=config.gradient_accumulation_steps > 1 and not chosen.accumulates,
@@ -336,6 +336,7 @@ def _placed(
         buffer_bytes=config.loading_buffer_mib * 2**20,
         on_gpu=machine.device.type == "cuda",
         passes=1 + config.has_reference_beside,
+        image_values=lengths.image_values,
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
     model = vars(plan) | {"notes": (), "placement": chosen, "layout": layout}  # notes are of the plan

@@ -17,6 +17,7 @@ from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN, is_finished
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.schedule import Schedule
@@ -90,6 +91,8 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     """The options with the context_length that the rows decide, and the rows. Raises UserError as `prepare_data`."""
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
+    if not model.meta.parts.towers:
+        options = dataclasses.replace(options, images=None)
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
     return dataclasses.replace(config, context_length=data.context_length), data
 
@@ -128,7 +131,8 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
 
     A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
-    options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
+    options = config.pick(DataOptions, images=ImageProcessor.find(folder, config.model_name))
+    continued = config.output_dir if config.resume == "auto" else config.resume
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
     own = [each for each in records if each.get("options", {}).get("model_name") in (None, config.model_name)]
@@ -142,6 +146,8 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     """Log rows, steps and memory."""
     model, data, machine, here = plan.model, plan.data, plan.model.machine, plan.model.machine.gpu_memory
     describe.log_plan(config, sample_line(data.train, int(data.train_rows[0]), model.tokenizer))
+    if data.have_images:
+        log.info("Rows are padded, as with --batching padded: some have images.")
     for line in (plan.schedule.describe(plan.warmup_steps), *model.notes):
         log.info("%s", line)
     where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"

@@ -40,8 +40,8 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         Schedule,
         num_rows=rows or 1,
         data_size=data_size,
-        padding=config.batching == "padded",
-        packing=config.batching == "packed",
+        padding=config.batching == "padded" or data.have_images,
+        packing=config.batching == "packed" and not data.have_images,
         rows_per_step=rows_per_step,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,
@@ -78,7 +78,8 @@ class RunRows:
         computed = self.data.train.num_learned_from(shares_prompts=self._shares_prompts)
         computed = np.minimum(computed, self.schedule.context_length)
         longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
-        return self._lengths_of(longest)
+        most_values = np.sort(self.data.train.image_sizes[:, 1])[-self.schedule.batch_size :].sum()
+        return self._lengths_of(longest)._replace(image_values=int(most_values))
 
     def mean_micro_batch(self) -> MicroBatchSize:
         """The mean over the rounds of the run's first steps."""

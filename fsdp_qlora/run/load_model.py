@@ -152,6 +152,8 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
         reference=ReferencePass(model) if config.has_reference_beside else None,
         heartbeat=control.heartbeat,
+        images=plan.data.images,
+        towers=[*plan.model.meta.parts.towers.values()],
     )
     forward.probe()
     options = TrainerOptions(

@@ -1,10 +1,11 @@
 """Distributes a model over the ranks: FSDP2 groups, and memory for the shards."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def shard_model(
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
     for tower in parts.towers.values():
-        shard(tower, reshard=reshard_after_forward)  # never gathered for text
+        shard(tower, reshard=True)  # gathered for images alone: `gathered`
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:
@@ -159,7 +160,7 @@ def _skip_backward_gathers(parts: ModelParts) -> None:
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
-    for module in (parts.embedding, *parts.blocks):
+    for module in (*parts.towers.values(), parts.embedding, *parts.blocks):
         if any(parameter.requires_grad for parameter in module.parameters()):
             return
         if isinstance(module, FSDPModule):
@@ -308,6 +309,19 @@ def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
 def reshard_all(model: nn.Module) -> None:
     """Free all gathered weights, so that `model.parameters()` are shards again (after a forward alone)."""
     for module in fsdp_modules(model):
+        module.reshard()
+
+
+@contextlib.contextmanager
+def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
+    """In this block a rank that uses the modules has their weights. Called on every rank, as it is collective."""
+    groups = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in groups:
+        module.unshard()
+        if not is_used:
+            module.reshard()
+    yield
+    for module in groups:
         module.reshard()
 
 

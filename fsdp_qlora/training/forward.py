@@ -1,26 +1,36 @@
 """A forward pass of the sharded model: from the rows of a round to the losses of this rank's tokens."""
 
 import contextlib
+import dataclasses
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.control.clock import Heartbeat
+from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, describe_documents, pad_rows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Round, Schedule
+from fsdp_qlora.data.streaming import read_ahead
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.sharding.parallelize import gathered
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.head_loss import HeadLoss, loss_of_logits
+
+_AHEAD = 2  # micro-batches
 
 
 @dataclass(eq=False)
@@ -29,7 +39,7 @@ class ForwardPass:
 
     attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
     both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the
-    same pass.
+    same pass. images: the processor of rows with images; towers: the parts that compute these.
     """
 
     model: PreTrainedModel
@@ -41,6 +51,8 @@ class ForwardPass:
     shares_prompts: bool = False
     reference: ReferencePass | None = None
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    images: ImageProcessor | None = None
+    towers: Sequence[nn.Module] = ()
 
     def __post_init__(self) -> None:
         self.sharing_ranks = sharing_ranks(self.model)
@@ -64,7 +76,23 @@ class ForwardPass:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
         batches = {rank: self._lay_out(rows[rank], table) for rank in {self.ranks.rank, *self.sharing_ranks}}
         own, sharing = batches[self.ranks.rank], [batches[rank] for rank in self.sharing_ranks]
+        if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
+            own = self._with_images(own, rows, table)
         return own.beside(sharing) if sharing else own
+
+    def micro_batches(self, rounds: Sequence[Round], table: TokenizedRows) -> Iterable[MicroBatch]:
+        """This rank's part of each round; with images made in a thread, a few ahead of their use."""
+        made = (self.micro_batch(rows, table) for rows in rounds)
+        return read_ahead(made, num=_AHEAD) if len(table.images) else [*made]
+
+    def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
+        assert self.images is not None
+        if not self.schedule.padding:
+            raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
+        names = [[*map(bytes, table.images_of(row))] for row in rows[self.ranks.rank]]
+        taken = inspect.signature(type(self.model).forward).parameters
+        images = self.images.model_inputs([*filter(None, names)], own.input_ids, taken) if any(names) else {}
+        return dataclasses.replace(own, images=images, calls_towers=True)
 
     def _lay_out(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
         if self.schedule.padding:
@@ -87,7 +115,8 @@ class ForwardPass:
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
         reference = self.reference.beside_policy() if self.reference else contextlib.nullcontext()
         known = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
-        with self.autocast(), reference, known:
+        towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
+        with self.autocast(), reference, known, towers:
             losses = self.loss_of_tokens(
                 on_device.model_inputs, on_device.target_rows, on_device.targets, reduction=reduction
             )

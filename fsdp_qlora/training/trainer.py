@@ -82,12 +82,12 @@ class Trainer:
         self.heartbeat.beat(step, "rows")
         rounds, scale = self.schedule.rounds(data.rows, data.table.lengths), self.loss_scale.scale
         totals = self._totals(data.table, data.rows, rounds)
-        micro_batches = [self.forward.micro_batch(rows, data.table) for rows in rounds]
+        micro_batches = self.forward.micro_batches(rounds, data.table)
         measured = []
         self.model.train()
         with self.forward.attending():
             for index, micro_batch in enumerate(micro_batches):
-                self._prepare(step, index, is_last=index == len(micro_batches) - 1)
+                self._prepare(step, index, is_last=index == len(rounds) - 1)
                 numbers = self._loss(micro_batch, totals)
                 # FSDP2 averages gradients over ranks; the factor turns that into a sum.
                 (numbers[0] * (scale * self.ranks.world_size / totals.divisor)).backward()

@@ -206,7 +206,7 @@ BAD_ROWS = {
     "turn 2: a tool call without a name": turn(1, content=None, tool_calls=NO_NAME),
     "turn 2: its weight is 0.5, and can be 0 (only read) or 1 (learned)": turn(1, weight=0.5),
     "turn 2: the assistant says nothing": turn(1, content=" "),
-    "turn 1: a part of its content is image_url, and only text": turn(0, content=[{"type": "image_url"}]),
+    "turn 1: a part of its content is audio_url, and only text": turn(0, content=[{"type": "audio_url"}]),
     "turn 1: its content is not text but int": turn(0, content=7),
     "messages is not a list of turns": {"messages": ["hi"]},
     "empty messages": {"messages": []},

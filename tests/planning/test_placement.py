@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
-from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
@@ -16,7 +16,7 @@ from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.model.attention import EAGER
 from fsdp_qlora.model.attention import choose as choose_attention
 from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
+from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.fit import (
     Placement,
@@ -32,6 +32,7 @@ from fsdp_qlora.planning.plan import Machine, least_free
 from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import ModelParts, Offload
+from tests.tiny import SIZES
 
 pytestmark = pytest.mark.quick
 
@@ -242,3 +243,29 @@ def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
     from_host = memory((17, 35), offload=ALL)
     assert from_host.resident["gathered blocks"] == pytest.approx(2.5 * one, rel=1e-3)
     assert "gathered blocks" not in from_host.phases["backward"]
+
+
+def test_the_parts_for_images_are_planned_as_they_are_at_work() -> None:
+    vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2, "num_attention_heads": 16}
+    config = Gemma3Config(vision_config=vision | {"image_size": 448, "patch_size": 14}, text_config=SIZES)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
+        pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
+    parts = ModelParts.of(model)
+    step = Step(
+        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=64,
+        recomputing=2, image_values=pixels.numel(),
+    )  # fmt: skip
+    planned = estimate_memory(parts, [BlockBytes(1, 1, 1)] * 2, step).phases["images"]
+    weights = [parameter for tower in parts.towers.values() for parameter in tower.parameters()]
+    assert planned["gathered parts for images"] == sum(parameter.nbytes for parameter in weights)
+    assert planned["pixels"] == 4 * pixels.numel()
+    # An MLP at work beside its input, the residual and what was normed. On the meta device attention has no kernel.
+    hidden = torch.empty(2, 1024, 1152, dtype=torch.bfloat16, device="meta")
+    [mlp, *_] = [
+        module for module in parts.towers["model.vision_tower"].modules() if type(module).__name__.endswith("MLP")
+    ]
+    with torch.no_grad(), CountedStorages([*mlp.parameters(), hidden]) as count:
+        mlp(hidden)
+    most = count.most + 3 * hidden.nbytes
+    assert most <= planned["images at work"] <= 1.3 * most

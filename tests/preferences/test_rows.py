@@ -167,8 +167,8 @@ def test_a_shared_beginning_is_planned_once_where_attention_can() -> None:
 
     shared = longest(VARLEN)
     assert shared.num_computed == (splits + others - expected).max() and sum(shared.of_documents) > shared.num_computed
-    assert longest(FLASH) == ([8, 8], None) == longest(None, batching="padded")
-    assert longest(VARLEN, objective="kto") == ([8], None)
+    assert longest(FLASH) == Lengths([8, 8]) == longest(None, batching="padded")
+    assert longest(VARLEN, objective="kto") == Lengths([8])
 
 
 LABELED: list[dict[str, Any]] = [

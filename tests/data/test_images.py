@@ -1,0 +1,155 @@
+# ruff: noqa: E501
+"""Rows with images: where they are found, what is left out, and how they are kept."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data import cache, chats
+from fsdp_qlora.data.image_processor import ImageProcessor
+from fsdp_qlora.data.images import are_as_kept, keep, load
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.rows import FOLDER
+from fsdp_qlora.errors import RankError, UserError
+from tests.data.test_data import write_jsonl, write_parquet
+from tests.parity.test_images import gemma3, make_multimodal, picture, png
+
+Image = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.quick
+SAY, PLACE = {"role": "assistant", "content": "go on"}, {"type": "image"}
+
+
+def ask(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}, SAY]
+
+
+def text(said: str) -> dict[str, str]:
+    return {"type": "text", "text": said}
+
+
+# The columns of a row -> what its first turn shows, and its images.
+SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
+    "in the text": ({"messages": ask("so<image>who?"), "images": ["a.png"]}, [text("so"), PLACE, text("who?")], [Path("d/a.png")]),
+    "one alone": ({"messages": ask("<image>who?"), "images": "a.png"}, [PLACE, text("who?")], [Path("d/a.png")]),
+    "without a place": ({"messages": ask("who?"), "images": ["/a", "b"]}, [PLACE, PLACE, text("who?")], [Path("/a"), Path("d/b")]),
+    "parts without one": ({"messages": ask([text("so"), PLACE]), "images": [{"bytes": b"x"}]}, [text("so"), PLACE], [b"x"]),
+    "parts with one": ({"messages": ask([{**PLACE, "image": "a.png"}])}, [PLACE], [Path("d/a.png")]),
+    "OpenAI": ({"messages": ask([{"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}])}, [PLACE], [b"x"]),
+    "datasets": ({"messages": ask("<image>"), "images": [{"path": "a.png", "bytes": b"x"}]}, [PLACE], [b"x"]),
+    "none": ({"messages": ask("who?"), "images": []}, "who?", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_images_are_found_where_sets_have_them(name: str) -> None:
+    row, first, images = SHOWN[name]
+    chat = chats.read_turns({**row, FOLDER: "d"}, "messages")
+    assert chat.messages[0]["content"] == first and list(chat.images) == images
+    assert chat.messages[1]["content"] == ([text("go on")] if images else "go on")
+
+
+# The columns of a row -> why it is left out.
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"messages": ask("<image>who?"), "images": ["b.png"]}, "the image .*b.png cannot be read, or is no image .No such file"),
+    "damaged": ({"messages": ask("<image>who?"), "images": ["cut.png"]}, "the image .*cut.png cannot be read, or is no image"),
+    "not one": ({"messages": ask("<image>who?"), "images": ["rows.jsonl"]}, "rows.jsonl cannot be read, or is no image"),
+    "a URL": ({"messages": ask("<image>"), "images": ["https://a/b.png"]}, "image 1: https://a/b.png is a URL. Download"),
+    "too few": ({"messages": ask("<image><image>"), "images": ["a.png"]}, "turn 1 shows more images than the 1 of the row"),
+    "too many": ({"messages": ask("<image>who?"), "images": ["a.png"] * 2}, "has 2 images, and its messages show 1 of them"),
+    "an answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
+    "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not base64"),
+    "no room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no room for a response"),
+    "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template shows 2 of the row's 1 images"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_multimodal(tmp_path_factory.mktemp("gemma3"), "gemma3")
+    gemma3(folder)
+    return folder
+
+
+@pytest.fixture
+def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunData]:
+    """prepare_data for the model of images, in a folder with the image a.png and half of one, cut.png."""
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.png").write_bytes(png(picture(30, 20, seed=0)))
+    (tmp_path / "cut.png").write_bytes(png(picture(30, 20, seed=1))[:500])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def call(path: Path, **given: Any) -> RunData:
+        config = TrainConfig(dataset=(str(path),), **{"context_length": 300, **given})
+        options = config.pick(DataOptions, images=ImageProcessor.find(model, "model"))
+        return prepare_data(tokenizer, options, vocab_size=len(tokenizer))
+
+    return call
+
+
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare: Any, tmp_path: Path) -> None:
+    good = {"messages": ask("<image>who?"), "images": ["a.png"]}
+    rows = [good, *(row for row, _ in BAD.values()), good]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = prepare(path, max_bad_rows=0.9)
+    assert data.train.row_numbers.tolist() == [1, len(rows)] and len(data.train.images) == 2
+    for number, ((place, reason), (_, says)) in enumerate(zip(data.rejected, BAD.values(), strict=True), start=2):
+        assert place.endswith(f"rows.jsonl:{number}")
+        assert re.search(says, reason)
+    with pytest.raises(UserError, match=r"b\.png cannot be read"):
+        prepare(path)
+
+
+def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path: Path) -> None:
+    row = {"messages": [*ask("who?"), *ask("<image>so<image>")], "images": ["a.png", "a.png"]}
+    data = prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), learn="all").train
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    shown = np.isin(data.input_ids, tokenizer.convert_tokens_to_ids(["<image_soft_token>", "<start_of_image>"]))
+    assert shown.sum() == 10 and not data.learned[shown].any()
+    written = tokenizer.decode(data.input_ids[data.learned])
+    assert "user" in written and "go on</s>" in written and data.image_sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
+
+
+def test_tables_hold_images_and_instructions_may_have_one(prepare: Any, tmp_path: Path) -> None:
+    row = {"question": "who?", "answer": "go on", "image": {"bytes": png(picture(30, 20, seed=2)), "path": None}}
+    data = prepare(write_parquet(tmp_path / "rows.parquet", [row] * 2)).train
+    assert data.image_sizes[:, 0].tolist() == [1, 1] and len({*map(bytes, data.images)}) == 1
+    assert load(bytes(data.images[0])).tobytes() == picture(30, 20, seed=2).tobytes()
+    assert data[1].images.tolist() == data.images[1:].tolist()
+
+
+def test_rows_are_made_again_when_an_image_is_another(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    rows = [{"messages": ask("<image>who?"), "images": [name]} for name in ("a.png", "cut.png")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    first = prepare(path, max_bad_rows=0.5).train
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "cut.png")
+    assert len(prepare(path, max_bad_rows=0.5).train) == 1  # to the other ranks of this start
+    monkeypatch.setattr(cache.psutil.Process, "create_time", lambda self: os.stat(tmp_path / "cut.png").st_mtime + 100)
+    assert len(prepare(path, max_bad_rows=0.5).train) == 2  # to another
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "a.png")
+    with pytest.raises(RankError, match=r"a\.png was read before, and now: it has changed"):
+        load(bytes(first.images[0]))
+    assert not are_as_kept([bytes(first.images[0])])
+    again = prepare(path).train
+    assert again.digest != first.digest and bytes(again.images[0]) == keep(tmp_path / "a.png")[0]
+    os.remove(tmp_path / "a.png")
+    with pytest.raises(RankError, match="No such file"):
+        load(bytes(again.images[0]))
+
+
+def test_a_model_of_text_refuses_images_by_the_columns_name(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ImageProcessor, "find", lambda *_: None)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": ask("who?"), "image": "a.png"}])
+    with pytest.raises(UserError, match="image: only text can be trained on; --columns ignore=image trains without"):
+        prepare(path)
+    assert not len(prepare(path, columns=("ignore=image",)).train.images)
+    path.write_text(json.dumps({"messages": ask([{**PLACE, "image": "a.png"}])}) + "\n")
+    with pytest.raises(UserError, match="images: only text can be trained on with this model"):
+        prepare(path)

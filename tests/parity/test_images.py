@@ -1,0 +1,255 @@
+# ruff: noqa: E501
+"""Rows with images train as in a plain loop of transformers' processor and model with PEFT's adapter."""
+
+import functools
+import io
+import json
+import os
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Processor,
+    PreTrainedTokenizerFast,
+    Qwen3VLProcessor,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from fsdp_qlora.adapters.first_values import first_adapter_value
+from tests.parity.test_multimodal import make_multimodal
+from tests.reference import load_base, peft_model
+from tests.tiny import flags, make_tokenizer, on_ranks, read_metrics, train_ok
+
+Image = pytest.importorskip("PIL.Image")
+if hasattr(AutoImageProcessor, "_backends"):
+    pytest.skip("images need torchvision with this release of transformers", allow_module_level=True)
+LORA = "model.language_model.*(q|k|v|o|gate|up|down)_proj"
+OPTIONS = {
+    "train_type": "lora", "precision": "fp32", "lr": 1e-2, "lr_scheduler": "constant", "warmup": 0, "wd": 0,
+    "grad_norm": 1, "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0, "seed": 5, "num_epochs": 3,
+}  # fmt: skip
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}{% endif %}"
+    "{{ eos_token if m.role == 'assistant' }}\n{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+
+
+class Qwen3VL(Qwen3VLProcessor):
+    """Without its part for video, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return None
+
+
+def qwen3_vl(folder: Path) -> Any:
+    tokens = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
+    if not (folder / "preprocessor_config.json").exists():
+        save_tokenizer(folder, tokens, "<|vision_start|><|image_pad|>")
+        Qwen2VLImageProcessorPil(patch_size=14, min_pixels=28 * 28, max_pixels=56 * 56).save_pretrained(folder)
+    return Qwen3VL(AutoImageProcessor.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+
+
+def gemma3(folder: Path) -> Any:
+    tokens = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    if not (folder / "processor_config.json").exists():
+        tokenizer = save_tokenizer(folder, tokens, "<start_of_image>")
+        images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+    return Gemma3Processor.from_pretrained(folder)
+
+
+def save_tokenizer(folder: Path, tokens: dict[str, str], shown: str) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with tokens for images, whose ids are in the model's config too."""
+    make_tokenizer(folder)
+    plain = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=tokens,
+        chat_template=TEMPLATE.replace("IMAGE", shown),
+    )
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    config |= {f"{name[:3]}_token_index": config[f"{name}_id"] for name in tokens if name[1:3] == "oi"}
+    if "mm_tokens_per_image" in config:
+        config |= {"mm_tokens_per_image": 4, "image_token_index": config["image_token_id"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return tokenizer
+
+
+def picture(width: int, height: int, seed: int) -> Any:
+    numbers = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(numbers.numpy())
+
+
+def png(image: Any) -> bytes:
+    image.save(file := io.BytesIO(), "png")
+    return file.getvalue()
+
+
+def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+    """Chats, and the images of each: by `<image>`, in parts, in base64, in a list alone; and some without images."""
+    images = [picture(40 + 9 * n, 60 - 5 * n, seed=n) for n in range(6)]
+    for number, image in enumerate(images):
+        (folder / f"{number}.png").write_bytes(png(image))
+    link = "data:image/png;base64," + b64encode(png(images[3])).decode()
+
+    def chat(*contents: Any) -> list[dict[str, Any]]:
+        return [{"role": ("user", "assistant")[n % 2], "content": each} for n, each in enumerate(contents)]
+
+    parts = [{"type": "image_url", "image_url": {"url": link}}, {"type": "text", "text": "name the colour"}]
+    rows: list[tuple[dict[str, Any], list[int]]] = [
+        ({"messages": chat("<image>name it<image>", "red river", "and<image>", "blue"), "images": ["0.png", "1.png", "2.png"]}, [0, 1, 2]),
+        ({"messages": chat("write seven words " * 8, "water mountain answer question")}, []),
+        ({"messages": chat(parts, "green")}, [3]),
+        ({"messages": chat("sort", "list name")}, []),
+        ({"messages": chat("which number", "seven"), "images": [{"path": str(folder / "4.png")}]}, [4]),
+        ({"messages": chat("please", "blue", "again", "red")}, []),
+        ({"messages": chat([{"type": "image", "path": "5.png"}, {"type": "text", "text": "so"}], "river")}, [5]),
+        ({"messages": chat("list water", "name")}, []),
+    ]  # fmt: skip
+    return [row for row, _ in rows], [[images[n] for n in shown] for _, shown in rows]
+
+
+def encode(processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any]) -> dict[str, torch.Tensor]:
+    """What the processor gives for a chat, and labels: the tokens of what the assistant says."""
+    shown = {"qwen": "<|vision_start|><|image_pad|>", "gemm": "<start_of_image>"}[type(processor).__name__[:4].lower()]
+
+    def text_of(content: Any) -> str:
+        return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+    said = [text_of(message["content"]) for message in row["messages"]]
+    if images and "<image>" not in "".join(said):
+        said[0] = "<image>" + said[0]
+    turns = [f"assistant:\n{each}</s>" if n % 2 else f"\nuser:\n{each}\n" for n, each in enumerate(said)]
+    turns = ["<s>" + turns[0].lstrip(), *turns[1:]]
+
+    def tokens(number: int, more: str = "") -> dict[str, torch.Tensor]:
+        text = "".join(turns[:number]).replace("<image>", shown) + more
+        own = images[: text.count(shown)]
+        return dict(
+            processor(text=[text], images=[own] if own else None, add_special_tokens=False, return_tensors="pt")
+        )
+
+    found = tokens(len(turns), "\n")
+    labels = torch.full_like(found["input_ids"], -100)
+    for turn in range(1, len(turns), 2):
+        start, end = tokens(turn, "assistant:\n")["input_ids"].shape[1], tokens(turn + 1)["input_ids"].shape[1]
+        labels[:, start:end] = found["input_ids"][:, start:end]
+    return {**found, "labels": labels}
+
+
+def train_plainly(folder: Path, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Full-batch AdamW steps of PEFT's adapter on the decoder; the losses and the adapter."""
+    base = load_base(folder, four_bit=False, auto=AutoModelForImageTextToText)
+    model = peft_model(base, r=4, lora_alpha=6, target_modules=LORA)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for name, parameter in trained.items():
+        parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=5))
+    optimizer, losses = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0), []
+    for _ in range(3):
+        total, count = torch.zeros(()), 0
+        for batch in batches:
+            inputs = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
+            labels = batch["labels"][0, 1:]
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
+            total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            count += int((labels != -100).sum())
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count)
+    return losses, get_peft_model_state_dict(model)
+
+
+@functools.cache
+def plain(family: str, folder: Path) -> Any:
+    processor = {"qwen3_vl": qwen3_vl, "gemma3": gemma3}[family](folder)
+    rows, images = make_chats(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return train_plainly(folder, [encode(processor, tokenizer, *each) for each in zip(rows, images, strict=True)])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @functools.cache
+    def make(family: str) -> Path:
+        folder = make_multimodal(tmp_path_factory.mktemp(family), family)
+        {"qwen3_vl": qwen3_vl, "gemma3": gemma3}[family](folder)
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, make_chats(folder)[0])) + "\n")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen3_vl", 2),
+        ("gemma3", 1),
+        pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
+        pytest.param("gemma3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folders: Any, tmp_path: Path) -> None:
+    folder = folders(family)
+    output = train_ok(
+        ranks, tmp_path / "out", model_name=folder, dataset=folder / "rows.jsonl", batch_size=1,
+        gradient_accumulation_steps=8 // ranks, **OPTIONS,
+    )  # fmt: skip
+    expected, adapter = plain(family, folder)
+    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert saved.keys() == adapter.keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(value, adapter[name], rtol=1e-4, atol=1e-5)
+    assert "Rows are padded" in output
+
+
+def _count_towers(argv: list[str], file: Path) -> int:
+    """A run of one rank; writes how often its vision tower computed, and whether with a gradient."""
+    import train
+
+    calls = []
+
+    def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if type(module).__name__.endswith("Qwen3VLVisionModel"):
+            calls.append(any(each.requires_grad for each in tree_leaves(output) if isinstance(each, torch.Tensor)))
+
+    with torch.nn.modules.module.register_module_forward_hook(note):
+        status = train.main(argv)
+    file.with_suffix(f".{os.environ['RANK']}").write_text(json.dumps(calls))
+    return status
+
+
+def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders: Any, tmp_path: Path) -> None:
+    folder = folders("qwen3_vl")
+    options = {
+        **OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "gradient_accumulation_steps": 4,
+        "recompute": "all", "save_steps": 1, "lora_dropout": 0.1, "save_total_limit": 9, "context_length": 512,
+    }  # fmt: skip
+    argv = flags(output_dir=tmp_path / "whole", quant_cache="off", log_to="stdout", **options)
+    statuses, output = on_ranks(2, _count_towers, (argv, tmp_path / "calls"), tmp_path / "logs")
+    assert statuses == [0, 0], output
+    calls = [json.loads((tmp_path / f"calls.{rank}").read_text()) for rank in range(2)]
+    # Four of the eight rows have images, in three epochs; of the others one rank has some beside them.
+    assert sum(map(len, calls)) == 12 and not any(calls[0] + calls[1])
+    assert len(calls[0]) != len(calls[1])
+    train_ok(2, tmp_path / "resumed", resume=tmp_path / "whole/checkpoints/step_000001", **options)
+    first, second = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert first == second
