@@ -27,9 +27,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import public_name
+from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model.attention import head_size
-from fsdp_qlora.model.models import load_config
 from fsdp_qlora.model_files.merging import Changes, open_adapter
 from fsdp_qlora.model_files.model_folder import build_plain_model
 from fsdp_qlora.storage.files import read_json, staged_file
@@ -91,12 +91,19 @@ class _Architecture:
 
     def __init__(self, folder: Path) -> None:
         try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            whole: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} is no model folder: {str(error).splitlines()[0]}") from error
+        config = whole.get_text_config()
         if config.model_type not in FAMILIES:
             raise UserError(f"Models of type {config.model_type} are not converted here. {ADVICE}")
-        self.config, self.family = config, FAMILIES[config.model_type]
+        self.model, self.config, self.family = (
+            build_plain_model(whole, torch.float32),
+            config,
+            FAMILIES[config.model_type],
+        )
+        decoder = self.model.get_decoder()
+        self._decoder = next(path for path, module in self.model.named_modules() if module is decoder)
         self.arch_name, self.head_dim = str(gguf.MODEL_ARCH_NAMES[self.family.arch]), head_size(config)
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
         self.rope: Mapping[str, Any] = rope.get("full_attention", rope)
@@ -107,9 +114,14 @@ class _Architecture:
             raise UserError(f"The model has a sliding window, which is not converted here. {ADVICE}")
         self._names = gguf.get_tensor_name_map(self.family.arch, config.num_hidden_layers)
 
+    def is_of_text(self, name: str) -> bool:
+        """Whether text passes a weight: in models of images too, llama.cpp has the rest in another file."""
+        return name.startswith((f"{self._decoder}.", "lm_head."))
+
     def tensor_name(self, name: str) -> str:
         """llama.cpp's name of a weight."""
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        plain = re.sub(rf"^{re.escape(self._decoder)}\.", "model.", name)
+        found = self._names.get_name(plain, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise UserError(f"The model has a tensor {name} that llama.cpp's {self.arch_name} does not. {ADVICE}")
         return str(found)
@@ -150,21 +162,23 @@ class _Architecture:
 
 def write_model(folder: Path, out: Path, kind: str) -> None:
     """Write a model folder with its tokenizer as a GGUF file. kind: a key of TYPES."""
-    architecture, files = _Architecture(folder), WeightFiles(folder)
+    architecture = _Architecture(folder)
     config, (wanted, file_type) = architecture.config, TYPES[kind]
+    weights = match_tensors(architecture.model, WeightFiles(folder))
     tensors = {
         name: _Tensor(values.shape, GGMLQuantizationType.F32, partial(np.asarray, values))
         for name, values in architecture.rope_factors().items()
     }
 
-    def read(name: str) -> np.ndarray:
-        return architecture.convert(name, files.read_rows(name, 0, files.shape(name)[0]).to(torch.float32).numpy())
+    def read(name: str, source: str) -> np.ndarray:
+        values = weights.files.read_rows(source, 0, weights.files.shape(source)[0])
+        return architecture.convert(name, values.to(torch.float32).numpy())
 
-    for name in files.files:
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+    for name, source in weights.sources.items():
+        if not architecture.is_of_text(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        shape = tuple(files.shape(name))
-        tensors[architecture.tensor_name(name)] = _Tensor(shape, _kind_of(shape, wanted), partial(read, name))
+        shape = tuple(weights.files.shape(source))
+        tensors[architecture.tensor_name(name)] = _Tensor(shape, _kind_of(shape, wanted), partial(read, name, source))
 
     # A merged model has its base's name.
     known = read_json(folder / "training.json").get("base", {}).get("name") or public_name(str(folder))
@@ -203,7 +217,7 @@ def write_adapter(folder: Path, base: Path, out: Path) -> None:
     only config.json is read.
     """
     architecture, adapter = _Architecture(base), open_adapter(folder)
-    changes = Changes(build_plain_model(load_config(base, str(base)), torch.float32), adapter)
+    changes = Changes(architecture.model, adapter)
     config, files = adapter.config, adapter.files
     others = [name for name in files.files if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others or config.use_dora or config.target_parameters:

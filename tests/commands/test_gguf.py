@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from tests.commands.test_merge import make_adapter, merge
-from tests.tiny import PROBE
+from tests.parity.test_multimodal import make_multimodal
+from tests.tiny import PROBE, make_tokenizer
 
 Models = Callable[..., Path]
 
@@ -67,6 +68,25 @@ def test_a_merged_model_read_back_answers_the_same(
     fields = gguf.GGUFReader(tmp_path / "q8_0.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2" and fields["tokenizer.ggml.add_bos_token"].contents()
     assert fields["tokenizer.ggml.eos_token_id"].contents() == 1
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral3", marks=pytest.mark.slow)])
+def test_of_a_model_for_images_the_text_part_is_written(family: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = make_multimodal(tmp_path / "whole", family)
+    model = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
+    text = AutoModelForCausalLM.from_config(model.config.get_text_config(), dtype=torch.float32)
+    text.model, text.lm_head = model.get_decoder(), model.get_output_embeddings()
+    text.save_pretrained(tmp_path / "text")
+    make_tokenizer(tmp_path / "text")
+    tensors, keys = [], []
+    for folder in (whole, tmp_path / "text"):
+        assert convert("--model", folder, "--out", tmp_path / f"{folder.name}.gguf", "--type", "f32") == 0
+        found = gguf.GGUFReader(tmp_path / f"{folder.name}.gguf")
+        tensors.append({each.name: each.data.tobytes() for each in found.tensors})
+        keys.append({name: field.contents() for name, field in found.fields.items() if name != "general.name"})
+    assert tensors[0] == tensors[1] and len(tensors[0]) > 20
+    assert keys[0] == keys[1]
 
 
 def test_norms_of_gemma_are_stored_as_they_multiply(models: Models, tmp_path: Path) -> None:
