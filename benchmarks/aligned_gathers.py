@@ -17,12 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.planning.answer import known_config
+from fsdp_qlora.planning.answer import KNOWN_MODELS, known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
@@ -72,9 +71,8 @@ def parts_of_gathers(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
 
 
 def main() -> int:
-    known = yaml.safe_load((ROOT / "fsdp_qlora" / "commands" / "known_models.yaml").read_text())
     rows: dict[str, dict[str, list[Any]]] = {}
-    for name, sizes in known.items():
+    for name, sizes in KNOWN_MODELS.items():
         if isinstance(sizes, str):
             continue  # another name of one that is counted
         config = known_config(name)

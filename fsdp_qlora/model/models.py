@@ -18,6 +18,7 @@ import transformers
 from accelerate import init_empty_weights
 from filelock import FileLock
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -38,6 +39,7 @@ from fsdp_qlora.storage.files import read_json, why_not_writable
 log = logging.getLogger("fsdp_qlora")
 
 _MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
+_LARGE = 2**24  # numbers of a tensor; smaller ones cost little, and may become buffers, which stay real
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
 _READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
 _SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a test needs to be true
@@ -201,6 +203,21 @@ def _attention_candidates(
     return [*flash, *sdpa, "eager"]
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device.
+
+    accelerate moves a parameter there after it was made, and the experts of a layer may be larger than the memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in (torch.empty, torch.zeros) and given.get("device") is None:
+            made = func(*args, **{**given, "device": "meta"})
+            if made.numel() >= _LARGE:
+                return made
+        return func(*args, **given)
+
+
 def build_meta_model(
     config: PretrainedConfig,
     *,
@@ -233,6 +250,7 @@ def build_meta_model(
             with (
                 _one_process_at_a_time(enabled=trust_remote_code),
                 init_empty_weights(include_buffers=False),
+                _LargeOnMeta(),
                 no_init_weights(),
             ):
                 model = auto.from_config(config, dtype=dtype, attn_implementation=candidate, **options)

@@ -35,23 +35,35 @@ _BAR = 34  # columns
 _PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 # The configs of well-known models by name, so that a plan needs no network.
-_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
 _SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
 
 
 def known_config(name: str) -> PretrainedConfig | None:
     """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
     plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    found = _MODELS.get(_SUFFIXES.sub("", plain))
-    sizes = _MODELS[found] if isinstance(found, str) else found
-    if sizes is None:
-        return None
-    return AutoConfig.for_model(**{"tie_word_embeddings": False, "max_position_embeddings": 131072, **sizes})
+    found = KNOWN_MODELS.get(_NAMES.get(_letters(_SUFFIXES.sub("", plain)), ""))
+    sizes = KNOWN_MODELS[found] if isinstance(found, str) else found
+    return None if sizes is None else config_of(sizes)
+
+
+def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration of an entry of the table of well-known models."""
+    usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
+    return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
+
+
+def _letters(name: str) -> str:
+    """A name without what stands between its words: llama-3.1-70b is written as llama3.1:70b too."""
+    return re.sub(r"[-_: ]", "", name)
+
+
+_NAMES = {_letters(name): name for name in KNOWN_MODELS}
 
 
 def close_names(name: str) -> list[str]:
     """Well-known models with names like this."""
-    return difflib.get_close_matches(name.lower().rpartition("/")[2], _MODELS, n=3, cutoff=0.4)
+    return difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
 
 
 def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:

@@ -189,6 +189,26 @@ def test_a_rank_whose_downloader_is_killed_says_so(hub: Hub, start: Callable[...
     hub.may_answer.set()
 
 
+def test_the_table_of_known_models_is_compared_with_the_hub(hub: Hub, tmp_path: Path) -> None:
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    text = {"model_type": "llama", "hidden_size": 64, "head_dim": None}
+    hub.files["config.json"] = json.dumps({"text_config": text, "num_hidden_layers": 2}).encode()
+
+    def compare(table: dict[str, object]) -> tuple[int, str]:
+        (tmp_path / "table.yaml").write_text(json.dumps(table))
+        argv = [sys.executable, "scripts/check_models.py", str(tmp_path / "table.yaml")]
+        environment = hub_environment(hub, tmp_path) | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        return done.returncode, done.stdout
+
+    right = {"hub": "owner/model", **sizes, "head_dim": 16}
+    assert compare({"right": right, "again": "right"}) == (0, "right (owner/model): as on the hub\n")
+    others = {"absent": {**right, "hub": "owner/other"}, "wrong": {**right, "hidden_size": 32}, "lost": "no_model"}
+    status, said = compare(others)
+    assert status == 2 and "absent (owner/other): cannot be read" in said
+    assert "hidden_size is 64 there, and 32 here" in said and "names of no model: lost" in said
+
+
 CASES: dict[str, dict[str, object]] = {
     "a dataset that is not there": {"dataset": "no/such.jsonl"},
     "columns of no known format": {"dataset": "columns.jsonl"},

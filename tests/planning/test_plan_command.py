@@ -11,13 +11,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import published_runs
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.planning import answer, describe
 from fsdp_qlora.planning.answer import find_model, known_config, make_planner
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
@@ -74,7 +76,21 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
     assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
     names = ("meta-llama/Llama-3.1-70B-Instruct", "mistralai/Mistral-Nemo-Instruct-2407", "Qwen/Qwen3.5-35B-A3B")
     assert [config and config.hidden_size for config in map(known_config, names)] == [8192, 5120, 2048]
+    for name in ("llama-3.1-70b", "llama3.1:70b", "unsloth/Llama 3.1 70B-Instruct"):
+        assert known_config(name).num_hidden_layers == 80  # type: ignore[union-attr]
     assert known_config("someone/else") is None
+
+
+def test_a_mixture_of_any_size_is_built_without_memory_for_it() -> None:
+    sizes = {"deepseek-ai/DeepSeek-R1-0528": 671, "moonshotai/Kimi-K2-Instruct": 1026, "zai-org/GLM-4.5-Air": 107}
+    how = {"attn_implementation": "auto", "dtype": torch.float32, "compute_dtype": torch.float32}
+    for name, billions in sizes.items():
+        model = build_meta_model(known_config(name), **how, device=torch.device("cpu"))  # type: ignore[arg-type]
+        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.6)
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+        assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    huge = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, moe_intermediate_size=2**26)  # 492 TB each
+    build_meta_model(huge, **how, device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> tuple[int, str]:

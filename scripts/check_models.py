@@ -1,0 +1,49 @@
+"""Compares the sizes of the models that `plan` knows by name with the config.json of each on the Hugging Face hub.
+
+Models with terms to accept need a token that has (HF_TOKEN). The exit status is 1 if a size differs, 2 if one cannot be
+read.
+
+python scripts/check_models.py [TABLE.yaml]
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import hf_hub_download
+
+from fsdp_qlora.loading.hub import first_line
+from fsdp_qlora.planning.answer import KNOWN_MODELS, config_of
+
+_NO_SIZES = {"hub", "model_type", "pad_token_id"}
+
+
+def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
+    """A sentence for each of the keys that the model's config.json gives another value than the table."""
+    theirs = json.loads(Path(hf_hub_download(sizes["hub"], "config.json")).read_text())
+    theirs |= theirs.get("text_config") or {}
+    ours = config_of(sizes)
+    found = {key: (getattr(ours, key, None), theirs[key]) for key in keys & theirs.keys() if theirs[key] is not None}
+    return [f"{key} is {there} there, and {here} here" for key, (here, there) in sorted(found.items()) if here != there]
+
+
+def main(argv: list[str]) -> int:
+    table = yaml.safe_load(Path(argv[0]).read_text()) if argv else KNOWN_MODELS
+    models = {name: sizes for name, sizes in table.items() if isinstance(sizes, dict)}
+    keys, status = {key for sizes in models.values() for key in sizes} - _NO_SIZES, 0
+    for name, sizes in models.items():
+        try:
+            found = differences(sizes, keys)
+            status = max(status, int(bool(found)))
+        except (OSError, ValueError) as error:  # the client's errors of the network and the hub are OSErrors
+            found, status = [f"cannot be read: {first_line(error)}"], 2
+        print(f"{name} ({sizes['hub']}): {'; '.join(found) or 'as on the hub'}", flush=True)
+    if unknown := [name for name, sizes in table.items() if isinstance(sizes, str) and sizes not in models]:
+        print(f"names of no model: {', '.join(unknown)}")
+    return max(status, int(bool(unknown)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
