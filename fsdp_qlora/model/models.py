@@ -86,11 +86,16 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
 
 
 def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """transformers' class that builds a model of the configuration with its head: of text, else of images and text."""
+    """transformers' class that builds a model of the configuration with its head.
+
+    The one that the checkpoint names, so that an adapter has the names of the whole; else of text, or images and text.
+    """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    return next((auto for auto in classes if type(config) in auto._model_mapping), None)
+    found = {auto._model_mapping[type(config)]: auto for auto in classes if type(config) in auto._model_mapping}
+    named = (auto for built, auto in found.items() if built.__name__ in (config.architectures or ()))
+    return next(named, next(iter(found.values()), None))
 
 
 def _own_code(folder: Path) -> str:
