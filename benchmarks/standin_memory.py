@@ -56,6 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHARD: dict[str, Any] = {"sharding_strategy": "full_shard"}
 OFFLOAD: dict[str, Any] = {**SHARD, "use_cpu_offload": True}
 MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
+LONG: dict[str, Any] = {"batch_size": 1, "use_activation_cpu_offload": True, **SHARD}
 PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}  # two answers that fill the context, half of it shared
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
@@ -113,6 +114,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "14b_1_card_49152": {
         "shape": "14b", "batch_size": 1, "context_length": 49152, "use_activation_cpu_offload": True,
+    },
+    "8b_2_share_131072": {"shape": "8b", "ranks": 2, "context_length": 131072, "context_parallel_size": 2, **LONG},
+    "8b_4_share_262144": {"shape": "8b", "ranks": 4, "context_length": 262144, "context_parallel_size": 4, **LONG},
+    "8b_2_of_4_share": {"shape": "8b", "ranks": 4, "context_length": 65536, "context_parallel_size": 2, **LONG},
+    "32b_2_share_32768": {"shape": "32b", "ranks": 2, "context_length": 32768, "context_parallel_size": 2, **LONG},
+    "32b_4_share_131072": {"shape": "32b", "ranks": 4, "context_length": 131072, "context_parallel_size": 4, **LONG},
+    "8b_dpo_2_share": {
+        "shape": "8b", "ranks": 2, "context_length": 16384, "context_parallel_size": 2, "objective": "dpo", **LONG,
     },
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
@@ -241,7 +250,8 @@ def plan_of(
     data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
     data = make_pairs(data) if is_pairs else data
     rows = RunData(data, np.arange(number))
-    longest = RunRows(config, rows, make_schedule(config, rows, ranks), plan.documents).longest()
+    schedule = make_schedule(config, rows, machine.data_size(config.context_size))
+    longest = RunRows(config, rows, schedule, plan.documents).longest()
     return config, place(config, plan, longest), rows
 
 
@@ -282,7 +292,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
-    schedule = make_schedule(config, data, ranks.world_size)
+    schedule = make_schedule(config, data, plan.layout.data_size)
     return (
         build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks),
         plan,

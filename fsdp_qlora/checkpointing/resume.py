@@ -418,13 +418,14 @@ def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
     if others:
         log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(others)))
     if identity["global_batch_size"] != global_batch_size:
-        batch_size, world_size = identity["options"]["batch_size"], identity["world_size"]
+        options = identity["options"]
+        data_size = identity["world_size"] // options.get("context_parallel_size", 1)
         log.info(
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
             "that is %d micro-batches per step instead of --gradient_accumulation_steps %d.",
-            global_batch_size, world_size, batch_size,
-            schedule.num_micro_batches(global_batch_size, batch_size, world_size),
-            identity["options"]["gradient_accumulation_steps"],
+            global_batch_size, data_size, options["batch_size"],
+            schedule.num_micro_batches(global_batch_size, options["batch_size"], data_size),
+            options["gradient_accumulation_steps"],
         )  # fmt: skip
     return Start(
         run_id=stored["run_id"],

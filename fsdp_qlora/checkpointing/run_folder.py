@@ -246,12 +246,14 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
         for name, value in options.items()
         if name not in request.may_differ and name in then and then[name] != value and (name, value) not in KEPT
     ]
-    if request.world_size == stored.get("world_size"):
-        rows, before = _rows_per_step(options, request.world_size), stored["global_batch_size"]
-        if rows not in (before, _rows_per_step(then, request.world_size)):
+    shared = options.get("context_parallel_size", 1)
+    if (request.world_size, shared) == (stored.get("world_size"), then.get("context_parallel_size", 1)):
+        groups = request.world_size // shared
+        rows, before = _rows_per_step(options, groups), stored["global_batch_size"]
+        if rows not in (before, _rows_per_step(then, groups)):
             differences.append(
-                f"--batch_size x --gradient_accumulation_steps x {request.world_size} ranks was {before} rows per step "
-                f"and is {rows}"
+                f"--batch_size x --gradient_accumulation_steps x {groups} ranks was {before} rows per step and is "
+                f"{rows}"
             )
     for name, now in facts.items():
         called, was = FACTS[name], stored.get("facts", {}).get(name)
@@ -261,8 +263,8 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
     return differences
 
 
-def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
-    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], world_size)
+def _rows_per_step(options: Mapping[str, Any], data_size: int) -> int:
+    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], data_size)
 
 
 def _removed(name: str, value: object) -> str:

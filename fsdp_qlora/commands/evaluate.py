@@ -85,7 +85,7 @@ def measure(
     plan, found = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():
         config = dataclasses.replace(config, context_length=data.context_length)
-        schedule = make_schedule(config, data, ranks.world_size)
+        schedule = make_schedule(config, data, plan.layout.data_size)
         trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks)
         result = trainer.evaluate(0, data.train, data.train_rows) or {}
         found[name] = {"loss": result.pop("eval_loss"), **result, "rows": len(data.train)}

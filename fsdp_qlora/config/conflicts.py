@@ -59,6 +59,8 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.use_activation_cpu_offload and c.recompute in ("none", 0):
         yield "--use_activation_cpu_offload moves what blocks with recompute keep: it needs --recompute all."
+    if c.context_parallel_size != 1 and c.batching == "padded":
+        yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
 
 
 def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:

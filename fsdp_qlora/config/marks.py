@@ -74,6 +74,7 @@ PLANNABLE = Limit(lambda value: value is None or 0 < value <= 1e9, "above 0 and 
 FINITE = Limit(lambda value: value is None or abs(value) < math.inf, "a finite number")
 NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more")
 COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")
+SIZE_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 1, "1 or more if it is a number")
 SOME_BLOCKS = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")
 SHARE = between(0, 1)
 SHARE_OR_STEPS = Limit(

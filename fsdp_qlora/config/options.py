@@ -23,6 +23,7 @@ from fsdp_qlora.config.marks import (
     SHARE,
     SHARE_BELOW_1,
     SHARE_OR_STEPS,
+    SIZE_OR_WORD,
     SOME_BLOCKS,
     Limit,
     Mark,
@@ -194,6 +195,10 @@ class TrainConfig:
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
     machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines,
     hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."""
+    context_parallel_size: Annotated[Literal["auto"] | int, SIZE_OR_WORD, MAY_DIFFER] = 1
+    """Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the
+    tokens, and in attention a part of the heads. An optimizer step then has as many times fewer rows; auto is as small
+    as the longest rows need, and multiplies gradient_accumulation_steps by it."""
     recompute: Annotated[Literal["auto", "all", "none"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
     """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
     memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by
@@ -356,6 +361,11 @@ class TrainConfig:
     def has_reference_beside(self) -> bool:
         """Whether a reference passes through the model beside the policy."""
         return OBJECTIVES[self.objective].has_reference and not self.precompute_reference
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share each micro-batch, 1 as long as auto has not decided."""
+        return 1 if self.context_parallel_size == "auto" else self.context_parallel_size
 
     @property
     def keeps_start(self) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.ranks.context import ContextGroup
 from fsdp_qlora.ranks.device import to_device
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
@@ -30,9 +31,9 @@ class MicroBatch:
     targets: torch.Tensor
     """The tokens to predict, int64 [N]; -100 counts nothing."""
     num_targets: list[int]
-    """Targets of each document, in order; none on a rank without rows."""
+    """Targets of each document on this rank, in order; none on a rank without rows."""
     target_counts: torch.Tensor
-    """`num_targets` as float32 [D]."""
+    """Targets of each document on all ranks that share the micro-batch, float32 [D]."""
     desired: torch.Tensor
     """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
     reference: torch.Tensor
@@ -45,6 +46,8 @@ class MicroBatch:
     """Arguments of the model for images, from its processor; empty without any."""
     calls_towers: bool = False
     """Whether a micro-batch of the round has images: then all ranks gather the parts for them."""
+    context: ContextGroup = field(default_factory=ContextGroup)
+    """The ranks that share the micro-batch, of whose tokens this is a part."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -57,6 +60,25 @@ class MicroBatch:
         moved = to_device({**self.documents, **{name: getattr(self, name) for name in names}}, device)
         images = to_device(self.images, device)
         return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved, images=images)
+
+    def part(self, context: ContextGroup, rank: int) -> "MicroBatch":
+        """The tokens of one rank of those that share this micro-batch, and their targets; documents stay whole."""
+        if context.size == 1:
+            return self
+        own = context.own(self.input_ids.shape[1], rank)
+        is_own = (self.target_rows >= own.start) & (self.target_rows < own.stop)
+        rows, targets = self.target_rows[is_own] - own.start, self.targets[is_own]
+        if not len(rows):
+            rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
+        return dataclasses.replace(
+            self,
+            input_ids=self.input_ids[:, own],
+            target_rows=rows,
+            targets=targets,
+            num_targets=[int(each.sum()) for each in is_own[: sum(self.num_targets)].split(self.num_targets)],
+            documents=documents_of_part(self.documents, context, rank),
+            context=context,
+        )
 
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
         """Add the tokens of the micro-batches on the ranks that share the vocabulary with this one.
@@ -94,17 +116,20 @@ def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> Micro
 
 
 def concatenate_rows(
-    table: TokenizedRows, rows: Numbers, *, pad_token_id: int, shares_prompts: bool = False
+    table: TokenizedRows, rows: Numbers, *, pad_token_id: int, shares_prompts: bool = False, num_parts: int = 1
 ) -> MicroBatch:
     """Concatenate documents into one sequence (padding-free).
 
     Args:
         rows, pad_token_id: as for `pad_rows`.
         shares_prompts: compute once what both documents of a row begin with.
+        num_parts: equal parts that the sequence can be divided into, with a document of padding behind the others.
     """
     if not len(rows):
         empty = pad_rows(table, rows, pad_token_id=pad_token_id)
-        return dataclasses.replace(empty, documents=describe_documents([TOKENS_OF_AN_EMPTY_RANK]))
+        described = describe_documents([TOKENS_OF_AN_EMPTY_RANK], num_parts=num_parts)
+        input_ids = empty.input_ids.new_full(described["position_ids"].shape, pad_token_id)
+        return dataclasses.replace(empty, input_ids=input_ids, documents=described)
     documents = table.learned_documents(rows)
     starts = table.document_offsets[documents]
     lengths = table.document_offsets[documents + 1] - starts
@@ -113,8 +138,11 @@ def concatenate_rows(
     input_ids = table.input_ids[places].astype(np.int64)
     labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
     labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
-    described = describe_documents(lengths.tolist(), table.num_shared[rows] if shares_prompts else None)
-    own = torch.from_numpy(input_ids)[None, described.get("own_tokens", slice(None))]
+    shared = table.num_shared[rows] if shares_prompts else None
+    described = describe_documents(lengths.tolist(), shared, num_parts=num_parts)
+    filling = sum(described["document_lengths"]) - len(input_ids)
+    filled = F.pad(torch.from_numpy(input_ids), (0, filling), value=pad_token_id)
+    own = filled[None, described.get("own_tokens", slice(None))]
     return _batch(table, rows, documents, own, torch.from_numpy(labels)[None], described)
 
 
@@ -156,12 +184,13 @@ def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, following[rows]
 
 
-def describe_documents(lengths: list[int], num_shared: Numbers | None = None) -> dict[str, Any]:
+def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *, num_parts: int = 1) -> dict[str, Any]:
     """The arguments by which a model of transformers knows documents in one row of T tokens.
 
     Args:
         num_shared: of each pair of documents, with how many of the first's tokens the second begins. The model computes
             those once, all but their attention (model/attention.py).
+        num_parts: of equal size, for which a document is added if the tokens cannot be divided.
     Returns:
         `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
         `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
@@ -170,6 +199,9 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None) ->
         With shared tokens `position_ids` are of the tokens that are computed; `own_tokens`, int64, has their places
         among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
     """
+    of_pairs = () if num_shared is None else num_shared
+    if missing := -(sum(lengths) - int(np.sum(of_pairs))) % num_parts:
+        lengths = [*lengths, missing]
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
     bounds, longest = torch.from_numpy(ends), max(lengths)
@@ -177,10 +209,18 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None) ->
     known |= {"max_length_q": longest, "max_length_k": longest}
     known["seq_idx"] = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
     if num_shared is not None:
-        skipped = np.stack([np.zeros_like(num_shared), num_shared], axis=1).ravel()
+        skipped = np.zeros(len(lengths), dtype=np.int64)
+        skipped[1 : 2 * len(num_shared) : 2] = num_shared
         is_own = position_ids >= np.repeat(skipped, lengths)
         in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
         places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
         known = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
         known["document_ends"], position_ids = bounds, position_ids[is_own]
     return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **known}
+
+
+def documents_of_part(documents: Mapping[str, Any], context: ContextGroup, rank: int) -> dict[str, Any]:
+    """The arguments of `describe_documents` for a rank of a context group, whose attention exchanges heads."""
+    positions: torch.Tensor = documents["position_ids"]
+    own = context.own(positions.shape[1], rank)
+    return {**documents, "position_ids": positions[:, own], "context_group": context}

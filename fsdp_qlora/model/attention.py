@@ -201,7 +201,10 @@ def _attention(
     if "document_lengths" not in told:
         raise NotImplementedError("the model does not pass on where documents begin")
     longest, window = max(told["document_lengths"]), told.get("sliding_window")
-    places = told.get("places")
+    places, context, sinks = told.get("places"), told.get("context_group"), told.get("s_aux")
+    if context:
+        query, key, value = context.to_heads(query, key, value)
+        sinks = None if sinks is None else sinks[context.own(len(sinks))]
     call = Call(
         ends=told["cu_seq_lens_q" if places is None else "document_ends"],
         longest=longest,
@@ -210,13 +213,14 @@ def _attention(
         dropout=told.get("dropout", 0.0),
         window=window if window and window < longest else None,
         softcap=told.get("softcap"),
-        sinks=told.get("s_aux"),
+        sinks=sinks,
     )
     if places is None:
-        return kernel(query, key, value, call)[None], None
-    # Kernels know no trees, so here documents have the tokens that they share each.
-    query, key, value = (tensor.index_select(2, places) for tensor in (query, key, value))
-    return kernel(query, key, value, call).index_select(0, told["own_tokens"])[None], None
+        found = kernel(query, key, value, call)
+    else:  # kernels know no trees, so here documents have the tokens that they share each
+        query, key, value = (tensor.index_select(2, places) for tensor in (query, key, value))
+        found = kernel(query, key, value, call).index_select(0, told["own_tokens"])
+    return (context.to_tokens(found) if context else found)[None], None
 
 
 # --- documents of any lengths ---

@@ -25,6 +25,7 @@ from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.planning.speed import describe_exchange
 from fsdp_qlora.sharding.model_parts import count_parameters
 
 log = logging.getLogger("fsdp_qlora")
@@ -147,6 +148,8 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
     yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
     if pieces := describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens):
         yield pieces
+    if exchange := describe_exchange(found.plan):
+        yield exchange
     yield ""
     resident = sum(_always_there(found).values())
     for name, sizes in memory.phases.items():
@@ -256,6 +259,8 @@ def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
             yield f"    {words}"
             if each.config.use_activation_cpu_offload:
                 yield "    use_activation_cpu_offload true"
+            if each.config.context_size > 1:
+                yield f"    context_parallel_size {each.config.context_size}"
 
 
 def draw(found: PlannedRun) -> str:

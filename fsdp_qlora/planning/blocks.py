@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from fsdp_qlora.data.micro_batch import describe_documents
+from fsdp_qlora.data.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.model.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.fused import set_save_inputs_only
 from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.ranks.context import ContextGroup
 from fsdp_qlora.sharding.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
 
@@ -96,7 +97,7 @@ class _Loss(torch.autograd.Function):
 
 
 def measure_blocks(
-    parts: ModelParts, precision: Precision, lengths: Lengths, documents: str | None
+    parts: ModelParts, precision: Precision, lengths: Lengths, documents: str | None, *, num_parts: int = 1
 ) -> list[BlockBytes]:
     """Measure the bytes that each decoder block keeps and needs; takes a second for an 8B or a 70B.
 
@@ -104,19 +105,22 @@ def measure_blocks(
 
     Args:
         lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager one
-            takes memory in proportion to the tokens.
+            takes memory in proportion to the tokens. num_parts: ranks that share the micro-batch.
     """
+    described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
+    if num_parts > 1:
+        described = documents_of_part(described, ContextGroup(num_parts), rank=0)
     found: dict[Any, BlockBytes] = {}
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
-            inputs = _arguments(parts, precision, describe_documents(lengths.of_documents, lengths.shared))
+            inputs = _arguments(parts, precision, described)
             for block in parts.blocks:
                 if (kind := _kind(block)) not in found:
                     found[kind] = _measure(block, precision, inputs)
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
         log.info("What a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
-        return [_guess(block, precision, lengths.num_computed) for block in parts.blocks]
+        return [_guess(block, precision, described["position_ids"].shape[1]) for block in parts.blocks]
     return [found[_kind(block)] for block in parts.blocks]
 
 

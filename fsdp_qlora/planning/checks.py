@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from fsdp_qlora.errors import OutOfMemory, UserError
+from fsdp_qlora.model.attention import can_share, packing_blocker
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.ranks.context import heads_error
 from fsdp_qlora.sharding.model_parts import ModelParts, count_parameters, each_parameter
 from fsdp_qlora.storage.files import free_disk
 
@@ -40,6 +42,38 @@ def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None
         f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
         "--allow_unquantized true."
     )
+
+
+def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
+    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is known.
+
+    The rest is found by a probe (training/probes.py).
+
+    Args:
+        documents: from `attention.choose`; only our own attention exchanges heads.
+    """
+    if reason := packing_blocker(parts.model):
+        return reason
+    if not can_share(documents):
+        return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
+    owners = [module for block in parts.blocks for module in block.modules()]
+    mixing = {type(each).__name__ for each in owners if any(isinstance(child, nn.Conv1d) for child in each.children())}
+    return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
+
+
+def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
+    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for `context_blocker`.
+
+    Raises:
+        UserError: the model cannot be divided so.
+    """
+    if size == 1:
+        return
+    heads = parts.model.config.get_text_config().num_attention_heads
+    if reason := context_blocker(parts, documents):
+        raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
+    if heads % size:
+        raise UserError(heads_error(heads, size))
 
 
 def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

@@ -58,10 +58,13 @@ GPUS = {name: Gpu(name, **row) for name, row in _ROWS.items()}
 ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of those that are
 
 
-def communicators(sharding_strategy: str, num_gpus: int, per_node: int) -> list[int]:
-    """A run's NCCL communicators, by their GPUs in one machine: all ranks; of a hybrid also shards and replicas."""
+def communicators(sharding_strategy: str, num_gpus: int, per_node: int, context_size: int = 1) -> list[int]:
+    """A run's NCCL communicators, by their GPUs in one machine: all ranks; of a hybrid also shards and replicas; and
+    ranks that share rows.
+    """
     is_hybrid = Layout(num_gpus, per_node, sharding_strategy).is_hybrid
-    return [per_node, per_node, 1] if is_hybrid else [per_node] if num_gpus > 1 else []
+    found = [per_node, per_node, 1] if is_hybrid else [per_node] if num_gpus > 1 else []
+    return found + [context_size] * (context_size > 1)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -44,7 +44,7 @@ class Step:
     """The settings that the memory of a run depends on besides its model.
 
     num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
-    until the backward pass. offload: weights that come from the host. num_tokens: of the longest micro-batch.
+    until the backward pass. offload: weights that come from the host. num_tokens: of a rank in the longest micro-batch.
     recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
     unsharded. reduces_each: they add up reduced. offloads_activations: block inputs are kept on the host.
     buffer_bytes: for weights in flight.

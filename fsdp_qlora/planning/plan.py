@@ -68,6 +68,10 @@ class Machine:
         is_elsewhere = config.device != "cpu" and ranks.device.type == "cpu"
         return cls(torch.device("cuda") if is_elsewhere else ranks.device, asked, ranks)
 
+    def data_size(self, context_size: int) -> int:
+        """Groups of so many ranks that get other rows than each other. Raises UserError if there are none."""
+        return self.ranks.layout("full_shard", self.world_size, context_size).data_size
+
     @property
     def is_elsewhere(self) -> bool:
         return self.device.type != self.ranks.device.type
@@ -188,6 +192,7 @@ def build_plan(
             model_config=model_config,
         )
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
+    checks.check_context(meta.parts, kernel, config.context_size)
     return ModelPlan(
         machine=machine,
         train_type=train_type,
@@ -265,7 +270,8 @@ def place(
         store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
     """
     lengths = lengths or longest_allowed(config)
-    blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
+    shares = config.context_size
+    blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares)
     found = {each: _placed(config, plan, each, blocks, lengths) for each in candidates(config, plan)}
     if len(found) == 1:
         return next(iter(found.values()))
@@ -296,6 +302,19 @@ def longest_allowed(config: TrainConfig) -> Lengths:
     return Lengths([config.longest_row] * config.batch_size * config.row_kind.num_learned)
 
 
+def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
+    """The numbers of ranks that may share each micro-batch, as the option and the model say, the smallest first."""
+    if config.context_parallel_size != "auto":
+        return [config.context_size]
+    heads, per_node = plan.meta.model.config.get_text_config().num_attention_heads, _ranks_of_node(plan.machine)
+    most = 1 if checks.context_blocker(plan.meta.parts, plan.documents) else per_node
+    return [size for size in range(1, most + 1) if per_node % size == heads % size == 0]
+
+
+def _ranks_of_node(machine: Machine) -> int:
+    return machine.ranks.layout("full_shard", machine.world_size).per_node
+
+
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     """The placements that the options leave open, the fastest first."""
     is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
@@ -310,7 +329,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
         config.sharding_strategy,
         fit.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
         world_size=plan.machine.world_size,
-        per_node=plan.machine.ranks.layout("full_shard", plan.machine.world_size).per_node,
+        per_node=_ranks_of_node(plan.machine),
         on_gpu=plan.machine.device.type == "cuda",
         accumulates=(False,) if plan.trains_whole_modules else ways,
     )
@@ -321,14 +340,14 @@ def _placed(
 ) -> PlacedModel:
     """The model in a place, with the memory of a rank there."""
     machine = plan.machine
-    layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size)
+    layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
     step = Step(
         precision=plan.precision,
         optimizer=config.optimizer,
         num_shards=layout.num_shards,
         frees_blocks=layout.frees_blocks,
         offload=chosen.offload,
-        num_tokens=lengths.num_computed,
+        num_tokens=-(-lengths.num_computed // config.context_size),
         recomputing=blocks_to_recompute(config, plan),
         accumulates=config.gradient_accumulation_steps > 1 and chosen.accumulates,
         reduces_each=config.gradient_accumulation_steps > 1 and not chosen.accumulates,

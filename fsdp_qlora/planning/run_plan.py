@@ -31,6 +31,7 @@ from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, place, plan_model
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
+from fsdp_qlora.planning.speed import describe_exchange
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import all_gather_via_store
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
@@ -52,7 +53,7 @@ class Plan:
     tasks: Tasks | None = None
     """The tasks of --eval_tasks."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """Options that --auto replaces, and the context_length that the rows decide."""
+    """Options that auto replaces, and the context_length that the rows decide."""
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
@@ -62,6 +63,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         store: of `distributed.connect`; None for a dry run, which is one process.
     """
     machine = Machine.of(config, ranks)
+    machine.data_size(config.context_size)  # before any long work
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
@@ -73,10 +75,11 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
-    chosen = choose_settings(config, model, data, store) if config.auto else {}
+    is_open = config.auto or config.context_parallel_size == "auto"
+    chosen = choose_settings(config, model, data, store) if is_open else {}
     chosen |= {"context_length": config.context_length}
     config = dataclasses.replace(config, **chosen)
-    schedule = make_schedule(config, data, machine.world_size)
+    schedule = make_schedule(config, data, machine.data_size(config.context_size))
     asked = tuple(question for _, question in questions)
     placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
@@ -154,7 +157,8 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
     memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
     pieces = describe.describe_pieces(model.meta.parts, model.memory, model.step.num_tokens)
-    describe.log_plan(config, *memory, pieces and f"  {pieces}", model.reason)
+    exchange = describe_exchange(model)
+    describe.log_plan(config, *memory, *(f"  {line}" for line in (pieces, exchange) if line), model.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:

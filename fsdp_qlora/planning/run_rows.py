@@ -11,6 +11,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.data.schedule import Schedule, epoch_order
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import can_share
 from fsdp_qlora.planning.plan import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
@@ -36,6 +37,8 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
     rows = data.rows_per_epoch
+    if data.have_images and config.context_size > 1:
+        raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
     schedule = config.pick(
         Schedule,
         num_rows=rows or 1,

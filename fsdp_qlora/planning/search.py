@@ -24,7 +24,15 @@ from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
 from fsdp_qlora.planning.gpus import Gpu, communicators, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, least_free, place
+from fsdp_qlora.planning.plan import (
+    Machine,
+    ModelPlan,
+    PlacedModel,
+    candidates,
+    context_sizes,
+    least_free,
+    place,
+)
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.ranks.ranks import Ranks
@@ -38,6 +46,7 @@ _WORTH = 1.05  # times as fast: what twice the rows per step must be to be propo
 # What --auto chooses: always, with the rows per step as they are; and where it is auto.
 _ALWAYS = ("batch_size", "gradient_accumulation_steps", "use_activation_cpu_offload")
 _CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
+_OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen where the first is auto
 
 
 class GpuOffer(NamedTuple):
@@ -53,9 +62,10 @@ class GpuOffer(NamedTuple):
     where: str = ""
     per_node: int = 0
 
-    def beside_torch(self, sharding_strategy: str = "full_shard") -> dict[str, int]:
+    def beside_torch(self, sharding_strategy: str = "full_shard", context_size: int = 1) -> dict[str, int]:
         """Bytes of a GPU that a run does not get."""
-        return self.gpu.beside_torch(communicators(sharding_strategy, self.num_gpus, self.per_node or self.num_gpus))
+        per_node = self.per_node or self.num_gpus
+        return self.gpu.beside_torch(communicators(sharding_strategy, self.num_gpus, per_node, context_size))
 
     @property
     def bytes(self) -> float:
@@ -71,23 +81,26 @@ class GpuOffer(NamedTuple):
 
 
 class PlannedRun(NamedTuple):
-    """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs."""
+    """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs. shares: ranks that
+    share rows, by whose number auto has multiplied the accumulation.
+    """
 
     config: TrainConfig
     plan: PlacedModel
     request: GpuOffer
     tokens: float
     tokens_per_second: float
+    shares: int = 1
 
     @property
     def beside_torch(self) -> dict[str, int]:
         """Bytes of a GPU that the run does not get."""
-        return self.request.beside_torch(self.plan.placement.sharding_strategy)
+        return self.request.beside_torch(self.plan.placement.sharding_strategy, self.config.context_size)
 
     @property
     def rows(self) -> int:
         """Rows of a rank in an optimizer step."""
-        return self.config.batch_size * self.config.gradient_accumulation_steps
+        return self.config.batch_size * self.config.gradient_accumulation_steps // self.shares
 
     @property
     def needed(self) -> int:
@@ -155,10 +168,14 @@ class Planner:
         return other
 
     def planned(self, **changes: Any) -> PlannedRun:
-        """The run with other options."""
+        """The run with other options, and where that is auto as few ranks that share rows as fit."""
         config = dataclasses.replace(self.config, **changes)
+        if config.context_parallel_size == "auto":
+            sizes = self._context_sizes(config)
+            found = [self.planned(**changes | _shared(config, size))._replace(shares=size) for size in sizes]
+            return fit(found, lambda each: each.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
-        plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest))
+        plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest, config.context_size))
         rate = tokens_per_second(plan, self._size, rows.micro_batch, self.request.gpu)
         return PlannedRun(config, plan, self.request, self._tokens or rows.tokens, rate)
 
@@ -168,21 +185,25 @@ class Planner:
 
     def rows(self, config: TrainConfig) -> PlannedRows:
         """The rows of the run with other options."""
-        data, num_gpus = self.data, self.request.num_gpus
-        key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, num_gpus)
+        data, data_size = self.data, self.model.machine.data_size(config.context_size)
+        key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, data_size)
         if key not in self._rows:
             self._rows[key] = (
-                RunRows(config, data, make_schedule(config, data, num_gpus), self.model.documents).planned()
+                RunRows(config, data, make_schedule(config, data, data_size), self.model.documents).planned()
                 if data
-                else allowed_rows(config, num_gpus)
+                else allowed_rows(config, data_size)
             )
         return self._rows[key]
 
-    def _measure(self, lengths: Lengths) -> list[BlockBytes]:
-        """Bytes that each block keeps and needs for a micro-batch."""
-        key, model = (*lengths.of_documents, *(lengths.shared or ())), self.model
+    def _context_sizes(self, config: TrainConfig) -> list[int]:
+        return [1] if self.data and self.data.have_images else context_sizes(config, self.model)
+
+    def _measure(self, lengths: Lengths, shares: int) -> list[BlockBytes]:
+        """Bytes that each block keeps and needs for a micro-batch that so many ranks share."""
+        key, model = (shares, *lengths.of_documents, *(lengths.shared or ())), self.model
         if key not in self._blocks:
-            self._blocks[key] = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
+            measured = measure_blocks(model.meta.parts, model.precision, lengths, model.documents, num_parts=shares)
+            self._blocks[key] = measured
         return self._blocks[key]
 
     # --- what would make it fit ---
@@ -191,11 +212,17 @@ class Planner:
         """Settings with which the run fits if it does not, the mildest first."""
         config = self.config
         rows = config.batch_size * config.gradient_accumulation_steps
-        options: list[dict[str, Any]] = [{}, {"batch_size": 1, "gradient_accumulation_steps": rows}]
-        options += [{**each, "use_cpu_offload": True, "sharding_strategy": "full_shard"} for each in options]
-        options += [{**each, "use_activation_cpu_offload": True} for each in options[1::2]]
+        few: dict[str, Any] = {"batch_size": 1, "gradient_accumulation_steps": rows}
+        offloads: dict[str, Any] = {"use_cpu_offload": True, "sharding_strategy": "full_shard"}
+        inputs = {"use_activation_cpu_offload": True}
+        options: list[dict[str, Any]] = [{}, few, offloads, few | offloads]
+        if config.context_parallel_size == 1 and config.batching != "padded":
+            sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[1:]
+            shared = [few | _shared(dataclasses.replace(config, **few), size) for size in sizes]
+            options += [each | more for each in shared for more in ({}, inputs)]
+        options += [few | inputs, few | offloads | inputs]
         if config.longest_row > 512:
-            options += [{**options[-1], "context_length": config.longest_row // 2}]
+            options += [options[-1] | {"context_length": config.longest_row // 2}]
         found = (self.planned(**each, recompute="all") for each in options)
         return (each for each in found if each.fits)
 
@@ -268,6 +295,11 @@ class Planner:
         return planned(fit(values, lambda value: planned(value).needed_with_margin, self.request.bytes, falls=True))
 
 
+def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
+    """The options with which so many ranks share each micro-batch, with the same rows per step."""
+    return {"context_parallel_size": size, "gradient_accumulation_steps": config.gradient_accumulation_steps * size}
+
+
 def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it first."""
     return sorted(found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed))
@@ -281,13 +313,19 @@ def choose_settings(
 ) -> dict[str, Any]:
     """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with the least free memory.
 
-    How many blocks recompute is left to probing, which corrects the plan.
+    Without --auto those of --context_parallel_size auto. How many blocks recompute is left to probing, which corrects
+    the plan.
 
     Raises:
-        UserError: there is no GPU.
+        UserError: --auto is given and there is no GPU.
     """
-    machine, ranks = model.machine, model.machine.ranks
+    machine, ranks, names = model.machine, model.machine.ranks, _CHOSEN if config.auto else ()
+    if config.context_parallel_size == "auto":
+        names = (*dict.fromkeys((*names, *_OF_CONTEXT)),)
     free = least_free(machine, "the memory for --auto", store)
+    if free is None and not config.auto:
+        log.info("context_parallel_size: auto is 1, since the memory of no GPU is known.")
+        return {"context_parallel_size": 1}
     if free is None:
         raise UserError(
             "--auto true chooses settings for the GPUs of this machine, and none is visible: leave it out, or plan for "
@@ -303,8 +341,9 @@ def choose_settings(
         request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=per_node)
         memory_gib = (free + sum(request.beside_torch().values())) / GIB
         request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
-        best = Planner(config, request, model, data).fastest()[0]
-        chosen = {name: getattr(best.config, name) for name in _CHOSEN}
+        planner = Planner(config, request, model, data)
+        best = planner.fastest()[0] if config.auto else planner.as_asked()
+        chosen = {name: getattr(best.config, name) for name in names}
     if store is not None:
         chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
     log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
@@ -318,4 +357,5 @@ def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     then = run.get("options", {})
     if not then.get("auto") or run["world_size"] != world_size:
         return {}
-    return {name: then[name] for name in _CHOSEN if name in _ALWAYS or getattr(config, name) == "auto"}
+    names = {*_CHOSEN, *_OF_CONTEXT} & then.keys()
+    return {name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"}

@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 from fsdp_qlora.model.attention import head_size
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.sharding.model_parts import ModelParts
@@ -77,7 +78,7 @@ class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
     linear, head, adapter: weights of the blocks' matrices that work on a token, of the head, of adapters. stored: bytes
-    of the base. attended: heads x their size.
+    of the base. attended: heads x their size. groups: heads of keys and values, of `head_dim`.
     """
 
     blocks: int
@@ -90,6 +91,8 @@ class Size(NamedTuple):
     is_decoded: bool
     trains_all: bool = False
     mixture: Mixture = Mixture(0, 1, 0, 0)
+    groups: int = 1
+    head_dim: int = 0
 
 
 def count_work(
@@ -126,6 +129,15 @@ def count_work(
     return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
 
 
+def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
+    """Bytes that a rank sends for the attention of a block, forward or backward: of its tokens, to the other ranks.
+
+    Queries and outputs of all heads, keys and values of as many as the ranks need (ranks/context.py), in 16 bits.
+    """
+    heads = size.attended + math.lcm(size.groups, num_ranks) * size.head_dim
+    return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
+
+
 def seconds(work: Work, gpu: Gpu) -> float:
     """Time of a micro-batch on a GPU."""
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
@@ -137,16 +149,28 @@ def seconds(work: Work, gpu: Gpu) -> float:
 
 def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
     """Tokens per second of all ranks together. size: of the model's parts."""
+    ranks, references = plan.layout.context_size, plan.step.passes - 1
+    again = plan.memory.recomputing / size.blocks
+    share = micro_batch._replace(tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks)
     work = count_work(
         size,
-        micro_batch,
+        share,
         num_shards=plan.layout.num_shards,
-        recomputed_share=plan.memory.recomputing / size.blocks,
+        recomputed_share=again,
         host_share=plan.placement.offload.blocks / size.blocks,
         frees_blocks=plan.step.frees_blocks,
-        references=plan.step.passes - 1,
+        references=references,
     )
+    exchanged = (2 + again + references) * size.blocks * exchanged_bytes(size, share.tokens, ranks)
+    work = work._replace(link=work.link + exchanged)
     return micro_batch.useful / seconds(work, gpu)
+
+
+def describe_exchange(plan: PlacedModel) -> str | None:
+    """One line about ranks that share rows: tokens of a rank, and what it sends for their attention; else None."""
+    ranks, tokens = plan.layout.context_size, plan.step.num_tokens
+    sent = format_bytes(int(exchanged_bytes(size_of(plan.meta.parts), tokens, ranks)))
+    return f"{ranks} ranks share rows: {tokens:,} tokens each, {sent} sent per block and pass" if ranks > 1 else None
 
 
 def size_of(parts: ModelParts) -> Size:
@@ -163,6 +187,8 @@ def size_of(parts: ModelParts) -> Size:
         blocks=len(parts.blocks),
         hidden=text.hidden_size,
         attended=text.num_attention_heads * head_size(parts.model.config),
+        groups=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=head_size(parts.model.config),
         linear=sum(map(math.prod, parts.matrices)) - sum(map(math.prod, routed)) + weights,
         mixture=Mixture(experts, chosen, len(routed), weights),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]

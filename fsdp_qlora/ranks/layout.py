@@ -1,4 +1,4 @@
-"""How the ranks share a model and its rows: which hold one copy together, and which get rows of their own."""
+"""How the ranks share a model and its rows: which hold one copy together, and which get rows or tokens of their own."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,17 @@ SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """per_node: ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES.
+    """per_node: ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES. context_size: neighbouring ranks
+    that share each micro-batch (context parallelism).
 
     Raises:
-        UserError: a hybrid strategy on nodes with different numbers of ranks.
+        UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks that cannot be so grouped.
     """
 
     world_size: int
     per_node: int
     sharding_strategy: str
+    context_size: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.num_shards:
@@ -33,6 +35,16 @@ class Layout:
                 f"sharding_strategy {self.sharding_strategy} needs the same number of ranks on every node; "
                 f"{self.world_size} ranks are not a multiple of this node's {self.num_shards}. Use full_shard."
             )
+        if self.per_node % self.context_size or self.world_size % self.context_size:
+            raise UserError(
+                f"--context_parallel_size {self.context_size}: the {self.per_node} ranks of a machine, "
+                f"{self.world_size} in all, cannot be divided into groups of so many. Give a divisor of both."
+            )
+
+    @property
+    def data_size(self) -> int:
+        """Groups of ranks that get other rows than each other."""
+        return self.world_size // self.context_size
 
     @property
     def num_shards(self) -> int:

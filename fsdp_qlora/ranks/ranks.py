@@ -30,10 +30,10 @@ class Ranks:
     def is_rank_0(self) -> bool:
         return self.rank == 0
 
-    def layout(self, sharding_strategy: str, world_size: int = 0) -> Layout:
+    def layout(self, sharding_strategy: str, world_size: int = 0, context_size: int = 1) -> Layout:
         """The layout of this run, or of one with another number of ranks, which is planned for one node."""
         per_node = self.local_world_size if world_size in (0, self.world_size) else world_size
-        return Layout(world_size or self.world_size, per_node, sharding_strategy)
+        return Layout(world_size or self.world_size, per_node, sharding_strategy, context_size)
 
 
 def read_ranks(device: str = "auto") -> Ranks:

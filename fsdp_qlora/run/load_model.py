@@ -23,6 +23,7 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.cache import add_reference
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
@@ -33,6 +34,7 @@ from fsdp_qlora.model.mixers import layers_apart
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.quantizers.table import QUANTIZERS
+from fsdp_qlora.ranks.context import join_context
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
@@ -44,7 +46,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, log_probabilities
-from fsdp_qlora.training.probes import probe_packing
+from fsdp_qlora.training.probes import check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
@@ -140,7 +142,10 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    control = control or Control()
+    control, context = control or Control(), join_context(ranks, plan.model.layout.context_size)
+    if context.size > 1:
+        settled = plan.model.documents, ranks, plan.model.precision, context
+        check_context(model, *settled, is_exact=is_exact(plan.model))
     forward = ForwardPass(
         model,
         ranks,
@@ -151,6 +156,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         attention=None if schedule.padding else plan.model.documents,
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
         reference=ReferencePass(model) if config.has_reference_beside else None,
+        context=context,
         heartbeat=control.heartbeat,
         images=plan.data.images,
         towers=[*plan.model.meta.parts.towers.values()],
@@ -193,21 +199,30 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
 
 def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
-    model_plan, quantizer = plan.model, plan.model.train_type.quantizer
+    model_plan = plan.model
     reason = probe_packing(
         model_plan.meta.model,
         model_plan.documents,
         ranks,
         model_plan.precision,
-        is_exact=quantizer is None or QUANTIZERS[quantizer].linear.is_exact,
+        is_exact=is_exact(model_plan),
     )
     if reason is None:
         if layers := layers_apart(model_plan.meta.model):
             log.info("Rows are computed apart in layers that mix tokens without attention: %s.", ", ".join(layers))
         return plan.schedule
+    if plan.model.layout.context_size > 1:
+        name = type(model_plan.meta.model).__name__
+        raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
     no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     return dataclasses.replace(plan.schedule, padding=True, packing=False)
+
+
+def is_exact(plan: ModelPlan) -> bool:
+    """Whether a token's values in float32 are the same in another batch."""
+    quantizer = plan.train_type.quantizer
+    return quantizer is None or QUANTIZERS[quantizer].linear.is_exact
 
 
 def shares_prompts(plan: Plan, ranks: Ranks) -> bool:

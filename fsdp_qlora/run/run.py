@@ -217,6 +217,8 @@ def memory_settings(config: TrainConfig, plan: PlacedModel, ranks: Ranks) -> str
         settings.append(
             "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
         )
+    if plan.machine.ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
+        settings.append(f"--context_parallel_size {2 * config.context_size}")
     settings.append("a smaller --context_length")
     if config.recompute != "all" and not (config.recompute == "auto" and ranks.device.type == "cpu"):
         settings.append("--recompute all")

@@ -22,6 +22,7 @@ from fsdp_qlora.data.streaming import read_ahead
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending
 from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.ranks.context import ContextGroup
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import gathered
@@ -39,7 +40,8 @@ class ForwardPass:
 
     attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
     both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the
-    same pass. images: the processor of rows with images; towers: the parts that compute these.
+    same pass. images: the processor of rows with images; towers: the parts that compute these. context: the ranks that
+    share this one's micro-batches.
     """
 
     model: PreTrainedModel
@@ -50,6 +52,7 @@ class ForwardPass:
     attention: str | None = None
     shares_prompts: bool = False
     reference: ReferencePass | None = None
+    context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     images: ImageProcessor | None = None
     towers: Sequence[nn.Module] = ()
@@ -74,7 +77,9 @@ class ForwardPass:
 
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
-        batches = {rank: self._lay_out(rows[rank], table) for rank in {self.ranks.rank, *self.sharing_ranks}}
+        size, ranks = self.context.size, {self.ranks.rank, *self.sharing_ranks}
+        whole = {each: self._lay_out(rows[each], table) for each in {rank // size for rank in ranks}}
+        batches = {rank: whole[rank // size].part(self.context, rank % size) for rank in ranks}
         own, sharing = batches[self.ranks.rank], [batches[rank] for rank in self.sharing_ranks]
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
             own = self._with_images(own, rows, table)
@@ -89,7 +94,7 @@ class ForwardPass:
         assert self.images is not None
         if not self.schedule.padding:
             raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
-        names = [[*map(bytes, table.images_of(row))] for row in rows[self.ranks.rank]]
+        names = [[*map(bytes, table.images_of(row))] for row in rows[self.data_rank]]
         taken = inspect.signature(type(self.model).forward).parameters
         images = self.images.model_inputs([*filter(None, names)], own.input_ids, taken) if any(names) else {}
         return dataclasses.replace(own, images=images, calls_towers=True)
@@ -97,7 +102,18 @@ class ForwardPass:
     def _lay_out(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
         if self.schedule.padding:
             return pad_rows(table, rows, pad_token_id=self.pad_token_id)
-        return concatenate_rows(table, rows, pad_token_id=self.pad_token_id, shares_prompts=self.shares_prompts)
+        return concatenate_rows(
+            table,
+            rows,
+            pad_token_id=self.pad_token_id,
+            shares_prompts=self.shares_prompts,
+            num_parts=self.context.size,
+        )
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank's micro-batch in a round."""
+        return self.ranks.rank // self.context.size
 
     def eval_rounds(self, rows: np.ndarray, table: TokenizedRows) -> list[Round]:
         """The rounds of an evaluation of some rows."""

@@ -74,11 +74,13 @@ class StepObjective:
             return totals
         others = [[2 * rows + 1 for rows in each] for each in rounds]  # each row's second document
         ratios = [found.ratio().sum().double() for found in document_logprobs(forward, others, table.as_documents)]
-        total = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item()
+        total = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item() / forward.context.size
         return totals._replace(divergence=max(0.0, total / totals.divisor))
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 + metrics].
+
+        Of documents that several ranks share, each has its share of these.
 
         Args:
             losses: of the tokens, by `reduction`. batch: on the device.
@@ -92,7 +94,8 @@ class StepObjective:
         loss, metrics = self.row.loss(found, self.settings), self._metrics(found, totals)
         if self.sft_weight:  # a mean over tokens beside a mean over rows
             loss = loss + self.sft_weight * metrics["nll_loss"]
-        return torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
+        sums = torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
+        return sums / batch.context.size
 
     def _loss_inputs(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> LossInputs:
         documents, sides = sum_documents(losses, batch), self.row.row_kind.num_learned
@@ -134,7 +137,7 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch) -> LogProbs:
     """The documents of a micro-batch on the device, from the losses of its tokens, [1, N] or [2, N]."""
     documents = losses.split([*batch.num_targets, losses.shape[1] - sum(batch.num_targets)], dim=1)[:-1]
     sums = [-part.sum(dim=1) for part in documents]
-    policy, *beside = torch.stack(sums, dim=1) if sums else losses[:, :0]
+    policy, *beside = batch.context.summed(torch.stack(sums, dim=1)) if sums else losses[:, :0]
     known = batch.reference if len(batch.reference) else torch.zeros_like(policy)
     return LogProbs(policy, beside[0].detach() if beside else known, batch.target_counts)
 
@@ -156,7 +159,7 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     rounds = forward.eval_rounds(np.arange(len(rows_of)), rows_of)
     shown = tqdm(rounds, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
     for rows, answers in zip(rounds, document_logprobs(forward, shown, rows_of), strict=True):
-        found[torch.from_numpy(rows_of.documents(rows[forward.ranks.rank])).to(found.device)] = answers.policy
+        found[torch.from_numpy(rows_of.documents(rows[forward.data_rank])).to(found.device)] = answers.policy
     reshard_all(forward.model)
-    dist.all_reduce(found)  # a document has its value on one rank, and is 0 on the others
-    return found.cpu().numpy()
+    dist.all_reduce(found)  # a document has its value on the ranks that share it, and is 0 on the others
+    return (found / forward.context.size).cpu().numpy()

@@ -11,17 +11,18 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
-from fsdp_qlora.data.micro_batch import describe_documents
+from fsdp_qlora.data.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.ranks.context import ContextGroup
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
-from fsdp_qlora.sharding.vocabulary import same_tokens
+from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 
 log = logging.getLogger("fsdp_qlora")
@@ -38,6 +39,7 @@ _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-
 
 # The second document is short behind a long one, so that it suffers most from what is left of the first.
 _LENGTHS = (40, 8)
+_FIRST_TOKENS = 3  # of a rank's part of a row: as far as a short convolution looks back
 # Of a token's logits: rounding, also of other kernels, stays far below; what another document leaves, far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
@@ -171,6 +173,66 @@ def probe_packing(
     return reason
 
 
+def check_context(
+    model: PreTrainedModel,
+    implementation: str | None,
+    ranks: Ranks,
+    precision: Precision,
+    context: ContextGroup,
+    *,
+    is_exact: bool,
+) -> None:
+    """Make sure that a model computes the same where ranks share the tokens of a row. Called on every rank.
+
+    The first tokens of a part would miss most of what only other ranks know.
+
+    Args:
+        context: the ranks that share this one's rows. Others as for `probe_packing`.
+    Raises:
+        UserError: something besides attention passes on what other tokens know.
+    """
+    model.eval()
+    row = torch.arange(sum(_LENGTHS)).mul(7919).remainder(model.get_input_embeddings().num_embeddings)[None]
+    documents = describe_documents(list(_LENGTHS), num_parts=context.size)
+    row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
+    own, each = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
+    with torch.no_grad(), attending(model, implementation):
+        whole = _logits(model, ranks, precision, {"input_ids": row, **documents})[0, own].double()
+        inputs = {"input_ids": row[:, own], **documents_of_part(documents, context, context.rank)}
+        tokens = [row[0, context.own(row.shape[1], rank)] for rank in each] or None
+        part = _logits(model, ranks, precision, inputs, tokens)[0].double()
+    most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
+    if most > _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]:
+        raise UserError(
+            f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its tokens differ by "
+            f"{most:.0%} where ranks share a row, so something besides attention looks at other tokens."
+        )
+
+
+def _logits(
+    model: PreTrainedModel,
+    ranks: Ranks,
+    precision: Precision,
+    inputs: Mapping[str, Any],
+    tokens: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The model's logits. tokens: what each rank looks up, if they are not the same."""
+    known = tokens_known(model, tokens) if tokens else same_tokens(model, inputs["input_ids"])
+    autocast = torch.autocast(ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
+    with autocast, known:
+        found: torch.Tensor = model(**to_device(inputs, ranks.device), use_cache=False).logits
+    reshard_all(model)
+    return found
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The difference of tokens' logits, [tokens, V], relative, median over tokens."""
+    scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    off = (found - expected).norm(dim=-1)
+    shares = torch.where(scale > 0, off / scale, off).sort().values
+    return shares[len(shares) // 2]
+
+
 @torch.no_grad()
 def _difference(
     model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, num_shared: int
@@ -183,21 +245,13 @@ def _difference(
     batch = torch.stack([first, torch.cat([second, second.new_zeros(len(first) - len(second))])])
 
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
-        kind, dtype = ranks.device.type, precision.compute_dtype
-        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
-            inputs = to_device({"input_ids": input_ids, **documents}, ranks.device)
-            found: torch.Tensor = model(**inputs, use_cache=False).logits
-        reshard_all(model)
-        return found
+        return _logits(model, ranks, precision, {"input_ids": input_ids, **documents})
 
     alone = logits(batch)[1, num_shared : len(second)].double()
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
     with attending(model, implementation):
         behind = logits(torch.cat([first, second[num_shared:]])[None], **documents)[0, len(first) :].double()
-    scale = (alone - alone.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    off = (behind - alone).norm(dim=-1)
-    shares = torch.where(scale > 0, off / scale, off).sort().values
-    return shares[len(shares) // 2]
+    return _relative(behind, alone)
 
 
 class GpuMeter:

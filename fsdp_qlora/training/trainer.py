@@ -128,8 +128,9 @@ class Trainer:
         self.heartbeat.beat(step, "compute")
         self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
         # Randomness depends on the micro-batch alone, so that a run can be resumed.
-        global_index = index * self.schedule.data_size + self.ranks.rank
-        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
+        global_index = index * self.schedule.data_size + self.forward.data_rank
+        part = (self.forward.context.rank,) if self.forward.context.rank else ()  # of the micro-batch
+        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
     def _clip_and_unscale(self, grad_norm: float) -> None:
         limit = self.options.max_grad_norm
@@ -254,7 +255,8 @@ class Trainer:
             )
             return True
         losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
-        bad = [rounds[index][rank] for rank, index in (~losses.isfinite()).nonzero().tolist()]
+        places = {(index, rank // self.forward.context.size) for rank, index in (~losses.isfinite()).nonzero().tolist()}
+        bad = [rounds[index][data_rank] for index, data_rank in sorted(places)]
         samples = data.table.describe_numbers(np.concatenate(bad) if bad else data.rows)
         message = (
             f"Step {data.step + 1}: the {'loss' if bad else 'gradient'} is not finite (gradient norm {grad_norm}), "

@@ -16,26 +16,31 @@ from benchmarks import standin_memory
 from benchmarks.common import peak_bytes
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.schedule import StepRows
+from fsdp_qlora.ranks.shards import local_part
 
 # Large enough that segments of 512 bytes do not matter.
 _SHAPE = standin_memory._shape("llama", 4096, 256, 704, 4, 4, 2, head_dim=64)
+# Little work for attention, whose time grows with the square of a row.
+_SLIM = standin_memory._shape("llama", 1024, 128, 352, 2, 2, 2, head_dim=16)
+_LONG_ROW = {"shape": "slim", "batch_size": 1, "context_length": 16384}
 
 
-def measure(train_type: str) -> tuple[int, int]:
+def measure(train_type: str, **changed: Any) -> tuple[int, int]:
     """The most that is allocated, and what the plan says."""
     case: dict[str, Any] = {"shape": "small", "ranks": 2, "context_length": 256, "loading_buffer_mib": 1}
     case |= {"on_nonfinite": "skip"}  # the fake group fills no buffers
     if TRAIN_TYPES[train_type].trains_new_blocks:
         case["new_blocks"] = [1, 3]
+    case |= changed
     plans = []
 
     def steps() -> None:
         trainer, plan, rows = standin_memory.build(**case, **standin_memory.SHARD, train_type=train_type)
         plans.append(plan)
         for parameter in trainer.model.parameters():  # numbers with which the loss is finite
-            parameter.to_local().detach().fill_(0.01 if parameter.is_floating_point() else 1)
+            local_part(parameter).detach().fill_(0.01 if parameter.is_floating_point() else 1)
         trainer.try_longest(rows)
-        for step in range(2):
+        for step in range(0 if changed else 2):
             trainer.train_step(StepRows(step, *rows))
 
     if torch.cuda.is_available():
@@ -50,12 +55,15 @@ def measure(train_type: str) -> tuple[int, int]:
     return most, plans[0].memory.allocated
 
 
-def main(train_types: list[str]) -> int:
+def main(train_types: list[str], sharing: tuple[int, ...] = ()) -> int:
+    """sharing: measure a long row too, shared by so many ranks."""
     torch.set_num_threads(1)
-    standin_memory.SHAPES["small"] = _SHAPE
+    standin_memory.SHAPES |= {"small": _SHAPE, "slim": _SLIM}
+    cases: dict[str, Any] = {name: {} for name in train_types}
+    cases |= {str(size): _LONG_ROW | {"ranks": size, "context_parallel_size": size} for size in sharing}
     found = {}
-    for train_type in train_types:
-        found[train_type] = measure(train_type)
+    for name, changed in cases.items():
+        found[name] = measure("qlora" if changed else name, **changed)
         gc.collect()
     print(json.dumps(found))
     return 0

@@ -29,6 +29,13 @@ def test_small_models_allocate_on_a_cpu_what_the_plan_says(tmp_path: Path, train
     assert statuses == [0] and _is_planned(output, train_types), output
 
 
+def test_each_of_two_ranks_that_share_a_long_row_needs_half(tmp_path: Path) -> None:
+    statuses, output = on_ranks(1, allocated.main, ([], (1, 2)), tmp_path)
+    assert statuses == [0] and _is_planned(output, ["1", "2"]), output
+    (alone, _), (shared, _) = json.loads(next(line for line in output.splitlines() if line.startswith("{"))).values()
+    assert shared < 0.6 * alone
+
+
 @pytest.mark.phantom
 @pytest.mark.skipif(environment.why_not() is not None, reason="the stand-in for CUDA is not built")
 def test_small_models_allocate_on_a_gpu_what_the_plan_says(tmp_path: Path) -> None:

@@ -242,6 +242,30 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
     assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
+def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
+    options = {"model_name": "qwen3-8b", "context_length": 196608}
+    status, said = _plan(capsys, *gpus, **options)
+    assert status == 1 and "--context_parallel_size 2" in said and "--use_activation_cpu_offload true" in said
+    options |= {"use_activation_cpu_offload": True, "use_cpu_offload": False, "gradient_accumulation_steps": 3}
+    status, said = _plan(capsys, *gpus, context_parallel_size="auto", **options)
+    # Of a block, in 16 bits: queries and outputs of 32 heads, keys and values of 8, of which half stay.
+    sent = 2 * 98304 * (32 + 8) * 128 * 2 / 2
+    assert status == 0 and f"2 ranks share rows: 98,304 tokens each, {sent / 2**20:.2f} MiB sent per block" in said
+    assert "--gradient_accumulation_steps 6 --context_parallel_size 2" in said and "rows per step" not in said
+    _, said = _plan(capsys, *gpus, context_parallel_size="auto", **options | {"context_length": 512})
+    assert "share rows" not in said and "--context_parallel_size 1" not in said
+    for length, size in ((512, 1), (49152, 2)):
+        config = TrainConfig(
+            model_name="qwen3-0.6b", context_length=length, context_parallel_size="auto", gradient_accumulation_steps=3
+        )
+        planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
+        chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
+        assert choose_settings(config, planner.model, None, None) == chosen
+    with pytest.raises(UserError, match="cannot be divided"):
+        planner.planned(context_parallel_size=4)
+
+
 def test_auto_takes_more_rows_where_a_step_has_none_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     def found(**options: Any) -> tuple[float, int]:
         [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)

@@ -18,6 +18,7 @@ OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
 ROWS_PER_STEP, NUM_ROWS = 12, 30  # two whole steps, and one of 6 rows
 # Ranks and micro-batches per rank. Of one row each: what int8 makes of a token depends on the padding beside it.
 SPLITS = [(1, 12), (2, 6), (3, 4)]
+SHARED_ROWS = (2, 12, 2)  # and ranks that share each of them
 # 60 columns: rows end within blocks of 64 weights, shards within rows, and nothing divides by 3 ranks' shares.
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
 
@@ -36,16 +37,17 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     plain, expanded = models("llama", **UNEVEN), folder / "expanded"
     expand_model(str(plain), expanded, expansion_rate=0.5)
 
-    def losses_and_norms(case: str, ranks: int, micro_batches: int) -> list[float]:
+    def losses_and_norms(case: str, ranks: int, micro_batches: int, context: int = 1) -> list[float]:
         options = CASES[case]
-        output = folder / f"{case}_{ranks}x{micro_batches}"
+        output = folder / f"{case}_{ranks}x{micro_batches}_{context}"
         said = train_ok(
             ranks,
             output,
             model_name=expanded if TRAIN_TYPES[options["train_type"]].trains_new_blocks else plain,
             dataset=data,
-            batch_size=ROWS_PER_STEP // (ranks * micro_batches),
+            batch_size=ROWS_PER_STEP * context // (ranks * micro_batches),
             gradient_accumulation_steps=micro_batches,
+            context_parallel_size=context,
             precision="fp32",
             **SGD,
             **options,
@@ -59,7 +61,7 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES))
 def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
-    first, *others = [train(case, *split) for split in SPLITS]
+    first, *others = [train(case, *split) for split in (*SPLITS, SHARED_ROWS)]
     assert len(set(first)) == 6
     # An activation at the edge between two of int8's steps goes to the one or the other for the last bit of a sum.
     tolerance = 2e-4 if case == "int8_lora" else OFF
