@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -194,7 +194,8 @@ class WeightFiles:
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
         entry = self._entries[name]
-        buffer = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        array: Any = part.view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
+        buffer = memoryview(array)
         position = entry.start + start * entry.dtype.itemsize
         try:
             descriptor = self._descriptor(entry.file)

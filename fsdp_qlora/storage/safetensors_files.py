@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -74,7 +74,8 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
+    return memoryview(array)
 
 
 class PackedFiles:
