@@ -119,10 +119,6 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_4_share_262144": {"shape": "8b", "ranks": 4, "context_length": 262144, "context_parallel_size": 4, **LONG},
     "8b_2_of_4_share": {"shape": "8b", "ranks": 4, "context_length": 65536, "context_parallel_size": 2, **LONG},
     "32b_2_share_32768": {"shape": "32b", "ranks": 2, "context_length": 32768, "context_parallel_size": 2, **LONG},
-    "32b_4_share_131072": {"shape": "32b", "ranks": 4, "context_length": 131072, "context_parallel_size": 4, **LONG},
-    "8b_dpo_2_share": {
-        "shape": "8b", "ranks": 2, "context_length": 16384, "context_parallel_size": 2, "objective": "dpo", **LONG,
-    },
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
 }  # fmt: skip

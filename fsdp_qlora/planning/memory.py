@@ -21,8 +21,9 @@ from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # What torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so many times the
 # largest matrix of a block in the compute dtype, by where blocks come from, and for each weight of a block that trains
-# whole so many float32 numbers; from the host it is gathered in memory of a stream of its own, and copied out.
-ALLOCATOR = {"gathered": 0.8, "device": 0.8, "host": 1.2, "trained": 0.4, "trained from host": 1.3}
+# whole so many float32 numbers; from the host it is gathered in memory of a stream of its own, and copied out. Where
+# ranks share rows, so many times a rank's hidden states, as what is exchanged for attention has sizes of its own.
+ALLOCATOR = {"gathered": 0.8, "device": 0.8, "host": 1.2, "trained": 0.4, "trained from host": 1.3, "exchanged": 0.5}
 # Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch, transformers;
 # 438 MiB on a CPU, 457 on the stand-in for CUDA, of which 114 and 139 are pages of files that the ranks share.
 PROCESS = 450 * 2**20
@@ -50,6 +51,7 @@ class Step:
     buffer_bytes: for weights in flight.
     passes: of the policy, and of the reference, whose hidden states follow the policy's behind the last block.
     image_values: numbers that images are made of, in the micro-batch with the most.
+    shares_rows: whether ranks share rows.
     """
 
     precision: Precision
@@ -66,6 +68,7 @@ class Step:
     on_gpu: bool = True
     passes: int = 1
     image_values: int = 0
+    shares_rows: bool = False
 
     @property
     def gathers_from_host(self) -> bool:
@@ -308,7 +311,8 @@ class _Estimate:
         kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
         largest = max(math.prod(shape[-2:]) for shape in self.parts.matrices)
         trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
-        return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained)
+        exchanged = ALLOCATOR["exchanged"] * self.hidden * step.shares_rows
+        return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained + exchanged)
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
         """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are.

@@ -356,6 +356,7 @@ def _placed(
         on_gpu=machine.device.type == "cuda",
         passes=1 + config.has_reference_beside,
         image_values=lengths.image_values,
+        shares_rows=config.context_size > 1,
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
     model = vars(plan) | {"notes": (), "placement": chosen, "layout": layout}  # notes are of the plan
