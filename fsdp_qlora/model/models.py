@@ -94,8 +94,8 @@ def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
         return AutoModelForCausalLM
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
     found = {auto._model_mapping[type(config)]: auto for auto in classes if type(config) in auto._model_mapping}
-    named = (auto for built, auto in found.items() if built.__name__ in (config.architectures or ()))
-    return next(named, next(iter(found.values()), None))
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((auto for built, auto in found.items() if built.__name__ in names), next(iter(found.values()), None))
 
 
 def _own_code(folder: Path) -> str:
