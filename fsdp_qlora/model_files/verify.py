@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.data.micro_batch import pad_rows
-from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model_files.merge import Merge
@@ -53,12 +53,15 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     """Read rows as the run would have trained on them, the shortest first."""
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
-    run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit)
+    length = merge.run.context_length
+    if length == "auto":  # a row as long as it may be: few rows would decide otherwise than those of the training
+        length = min(merge.run.longest_row, models.most_positions(merge.config) or merge.run.longest_row)
+    run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit, context_length=length)
     run = dataclasses.replace(run, resume="off", adapter=str(merge.adapter.path))
     options = data_options(run, merge.folder, tokenizer)
-    data = prepare_data(tokenizer, options, vocab_size=len(tokenizer))
-    rows, noted = data.train, read_json(merge.adapter.path / RECORD).get("prompt")
-    if noted and noted != data.provenance["prompt"]:
+    rows, report = prepare_rows(tokenizer, options)
+    noted = read_json(merge.adapter.path / RECORD).get("prompt")
+    if noted and noted != record_of(report, options):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)
     batches = [pad_rows(rows, [row], pad_token_id=0) for row in np.argsort(rows.lengths, kind="stable")]
     return [VerifyRow(batch.input_ids[0], batch.target_rows, batch.targets) for batch in batches]
