@@ -76,13 +76,13 @@ def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Pat
 
 
 _WAITS_IN_C = """
-import ctypes
+import ctypes, threading
 from fsdp_qlora.control import stops
 
 stops._END_SECONDS = 0.5
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 with stops.Signals(ends_process=True).handled():
-    print("waits", flush=True)
+    threading.Timer(0.5, print, ["waits"], {"flush": True}).start()
     for _ in range(2):
         library.pthread_mutex_lock(mutex)  # the second never returns, and Python calls no handler
 """

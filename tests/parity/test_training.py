@@ -128,7 +128,7 @@ def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Pla
 
 def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_path: Path) -> None:
     first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}  # stops after a step
-    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **plain[0], **first)
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **{"context_length": 512, **plain[0]}, **first)
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
     assert set(statuses) not in ({0}, {1}) and len(read_metrics(tmp_path / "out")) == 1, output[-3000:]
     said = train_ok(2, tmp_path / "out", sharding_strategy="ddp", recompute=1, **plain[0])
