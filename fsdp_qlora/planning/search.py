@@ -357,5 +357,5 @@ def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     then = run.get("options", {})
     if not then.get("auto") or run["world_size"] != world_size:
         return {}
-    names = {*_CHOSEN, *_OF_CONTEXT} & then.keys()
+    names = [name for name in dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)) if name in then]
     return {name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"}
