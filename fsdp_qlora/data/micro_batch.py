@@ -194,8 +194,7 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
     Returns:
         `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
         `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
-        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device;
-        `seq_idx`, int32 [1, T], the document of each token, for kernels of convolutions.
+        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device.
         With shared tokens `position_ids` are of the tokens that are computed; `own_tokens`, int64, has their places
         among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
     """
@@ -207,7 +206,6 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
     bounds, longest = torch.from_numpy(ends), max(lengths)
     known: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     known |= {"max_length_q": longest, "max_length_k": longest}
-    known["seq_idx"] = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
     if num_shared is not None:
         skipped = np.zeros(len(lengths), dtype=np.int64)
         skipped[1 : 2 * len(num_shared) : 2] = num_shared

@@ -26,7 +26,7 @@ _MOST_PADDING = 0.1
 # Of a layer's output for a few tokens: rounding stays below, what another document leaves far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 # The arguments from `data.micro_batch.describe_documents`.
-_DESCRIPTION = {"position_ids", "document_lengths", "document_ends", "own_tokens", "places", "seq_idx"}
+_DESCRIPTION = {"position_ids", "document_lengths", "document_ends", "own_tokens", "places"}
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
 
 
@@ -53,7 +53,7 @@ class ByDocument:
         return self._each(hidden_states, *args, **told)
 
     def _each(self, hidden_states: torch.Tensor, *args: Any, **told: Any) -> torch.Tensor:
-        others = {name: value for name, value in told.items() if name not in _DESCRIPTION}
+        others = {name: value for name, value in told.items() if name not in (*_DESCRIPTION, "seq_idx")}
         tokens, places = hidden_states[0], self.documents.get("places")
         if places is not None:
             tokens = tokens.index_select(0, places)
@@ -101,23 +101,35 @@ def groups(lengths: list[int]) -> Iterator[list[int]]:
     yield group
 
 
+def has_convolution(module: nn.Module) -> bool:
+    """Whether a module itself, and none inside of it, mixes tokens by a convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
 def keep_documents_apart(model: PreTrainedModel) -> None:
     """Let the layers with a convolution over tokens, inside of decoder blocks, compute each document alone."""
     for block in find_blocks(model):
         found = []
         for module in block.modules():
-            has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
-            if has_convolution and "hidden_states" in inspect.signature(module.forward).parameters:
+            if has_convolution(module) and "hidden_states" in inspect.signature(module.forward).parameters:
                 module.forward = ByDocument(module)
                 found.append(module.forward)
         if found:  # not every block hands on to them what it is told
-            block.register_forward_pre_hook(partial(_tell, found), with_kwargs=True)
+            block.register_forward_pre_hook(partial(tell, found), with_kwargs=True)
 
 
-def _tell(layers: list[ByDocument], _: nn.Module, args: tuple[Any, ...], told: dict[str, Any]) -> None:
+def tell(
+    layers: list[ByDocument], _: nn.Module, args: tuple[Any, ...], told: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Tell a block's layers of the documents, and kernels by `seq_idx`, int32 [1, T], the document of each token."""
     documents = {name: told[name] for name in _DESCRIPTION & told.keys() if "document_lengths" in told}
     for layer in layers:
         layer.documents = documents
+    if (bounds := documents.get("cu_seq_lens_q")) is not None:
+        starts = torch.zeros(sum(documents["document_lengths"]), dtype=torch.int32, device=bounds.device)
+        starts[bounds[1:-1].long()] = 1
+        told = {**told, "seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
+    return args, told
 
 
 def layers_apart(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_qlora.errors import OutOfMemory, UserError
 from fsdp_qlora.model.attention import can_share, packing_blocker
+from fsdp_qlora.model.mixers import has_convolution
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.memory import Memory
@@ -57,7 +58,7 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
     if not can_share(documents):
         return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
     owners = [module for block in parts.blocks for module in block.modules()]
-    mixing = {type(each).__name__ for each in owners if any(isinstance(child, nn.Conv1d) for child in each.children())}
+    mixing = {type(each).__name__ for each in owners if has_convolution(each)}
     return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
 
 
