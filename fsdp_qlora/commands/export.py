@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.storage.files import folder_error, staged_folder
+from fsdp_qlora.storage.files import refuse_bad_folder, staged_folder
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -27,8 +27,7 @@ def run(args: argparse.Namespace) -> None:
     is now, and --base_name, --push_to_hub, --push_public and --trust_remote_code mean what they do there.
     """
     source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
-    if problem := folder_error("out", args.out):
-        raise UserError(problem)
+    refuse_bad_folder("out", args.out)
     parse_train_config(args.training_options)  # wrong ones are said at once
     from fsdp_qlora.checkpointing import checkpoint
     from fsdp_qlora.model_files.model_folder import check_is_new

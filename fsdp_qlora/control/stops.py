@@ -40,7 +40,7 @@ STOPS = (
     Stop("preempted", "SIGTERM"),
     Stop("interrupted", "SIGINT"),
 )
-_OF_SIGNAL = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+_OF_SIGNAL: dict[int, int] = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
 NUM_FLAGS = 4  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
 _END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
@@ -94,7 +94,7 @@ class Signals:
                 os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
                 os._exit(ENDINGS["interrupted"].exit_code)
             self._interrupted_at = self._interrupted_at or now
-        is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[signal.Signals(number)])
+        is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[number])
         if is_first and self.is_starting:
             raise KeyboardInterrupt  # which no library takes for an error of its own
 
@@ -111,7 +111,7 @@ class Signals:
         def end_in_time() -> None:
             with reader:
                 while received := reader.recv(1):
-                    stop = STOPS[next((index for number, index in _OF_SIGNAL.items() if number == received[0]), 0)]
+                    stop = STOPS[_OF_SIGNAL.get(received[0], 0)]
                     if stop and self.is_starting and not has_ended.wait(_END_SECONDS) and self.is_starting:
                         os._exit(ENDINGS[stop.state].exit_code)
 

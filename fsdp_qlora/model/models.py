@@ -284,6 +284,11 @@ def most_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
+def at_most_positions(config: PretrainedConfig, length: int) -> int:
+    """The tokens of a row, or as many as the model supports if these are fewer."""
+    return min(length, most_positions(config) or length)
+
+
 def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
     """Warn if rows may be longer than the model supports."""
     longest = most_positions(config)
@@ -296,6 +301,12 @@ def _decoder(model: nn.Module) -> nn.Module:
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
+def decoder_path(model: PreTrainedModel) -> str:
+    """The path of the part that all text passes; "" if that is the model itself."""
+    decoder = _decoder(model)
+    return next(path for path, module in model.named_modules() if module is decoder)
+
+
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks: the module list of the decoder, without towers for images, with the most parameters."""
     lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -306,9 +317,7 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Path -> part, of those beside the decoder and the head, which text does not pass: vision towers, projectors."""
-    decoder = _decoder(model)
-    to_decoder = next(path for path, module in model.named_modules() if module is decoder).split(".")
-    found = {}
+    to_decoder, found = decoder_path(model).split("."), {}
     for depth, inner in enumerate(filter(None, to_decoder)):
         around = ".".join(to_decoder[:depth])
         for name, child in model.get_submodule(around).named_children():

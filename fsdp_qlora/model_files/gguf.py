@@ -30,6 +30,7 @@ from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model.attention import head_size
+from fsdp_qlora.model.models import decoder_path
 from fsdp_qlora.model_files.merging import Changes, open_adapter
 from fsdp_qlora.model_files.model_folder import build_plain_model
 from fsdp_qlora.storage.files import read_json, staged_file
@@ -102,8 +103,7 @@ class _Architecture:
             config,
             FAMILIES[config.model_type],
         )
-        decoder = self.model.get_decoder()
-        self._decoder = next(path for path, module in self.model.named_modules() if module is decoder)
+        self._decoder = decoder_path(self.model)
         self.arch_name, self.head_dim = str(gguf.MODEL_ARCH_NAMES[self.family.arch]), head_size(config)
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
         self.rope: Mapping[str, Any] = rope.get("full_attention", rope)

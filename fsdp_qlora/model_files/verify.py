@@ -55,7 +55,7 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
     length = merge.run.context_length
     if length == "auto":  # a row as long as it may be: few rows would decide otherwise than those of the training
-        length = min(merge.run.longest_row, models.most_positions(merge.config) or merge.run.longest_row)
+        length = models.at_most_positions(merge.config, merge.run.longest_row)
     run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit, context_length=length)
     run = dataclasses.replace(run, resume="off", adapter=str(merge.adapter.path))
     options = data_options(run, merge.folder, tokenizer)

@@ -19,7 +19,7 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import PlainLoader, read_options, value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
-from fsdp_qlora.model.models import load_config, load_tokenizer, most_positions
+from fsdp_qlora.model.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.gpus import find_gpu
@@ -106,7 +106,7 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
         log.info("%s", note)
     if tokenizer is None:
         if config.context_length == "auto":
-            most = min(config.longest_row, most_positions(model_config) or config.longest_row)
+            most = at_most_positions(model_config, config.longest_row)
             log.info("Context: rows of %s tokens, the most that auto takes; with --dataset they decide", f"{most:,}")
             config = dataclasses.replace(config, context_length=most)
         return Planner(config, request, model, tokens=tokens)
