@@ -28,7 +28,7 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_801,
+    "lines of the library": 30_799,
     "files of the library": 153,
     "folders of the library": 21,
     "files at the package's root": 4,
@@ -70,7 +70,10 @@ def test_neither_files_nor_folders_import_each_other_in_a_circle() -> None:
     arrows = {(module, imported) for module, tree in MODULES.items() for imported in imports(tree)}
     assert len(arrows) > 100 and not in_cycles(arrows)
     # A file at the package's root counts as a folder.
-    assert not in_cycles({(start.split(".")[1], end.split(".")[1]) for start, end in arrows})
+    folders = {(start.split(".")[1], end.split(".")[1]) for start, end in arrows}
+    assert not in_cycles(folders)
+    # The options and their rules are read without a model, an adapter or the network.
+    assert {end for start, end in folders if start == "config"} == {"config", "errors", "output", "storage"}
 
 
 def test_files_and_functions_are_short_and_functions_take_few_parameters() -> None:

@@ -1,21 +1,23 @@
-"""Adapters as PEFT has them: options, kinds, insertion into a model, names of their weights, configuration."""
+"""Adapters as PEFT has them: options, choice of layers, insertion into a model, names of weights, configuration."""
 
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
 from peft import LoraConfig, TaskType
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
-from fsdp_qlora.adapters.targets import find_pattern
+from fsdp_qlora.config.options import ALL, is_regex
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.ranks.shards import local_part
@@ -66,6 +68,76 @@ class LoraOptions:
 def reduces_base(init: str) -> bool:
     """Whether the base becomes W - s B A, so that the adapted layer starts equal to the original one."""
     return init.startswith(("pissa", "olora"))
+
+
+# --- the layers and parameters that get one, by names, regular expressions and patterns as in PEFT ---
+
+
+def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
+    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name matches none.
+
+    Args:
+        linears: paths of the linear layers of the decoder blocks.
+        requested: "all", "default" (PEFT's choice for the model type), one regular expression for whole paths, or
+            names: the last components of layers' paths.
+    """
+    leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
+    if len(requested) == 1 and requested[0] in ALL:
+        return list(linears)
+    if list(requested) == ["default"]:
+        if model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+            raise UserError(
+                f"lora_target_modules default: PEFT has no default for model type {model_type!r}. "
+                f"Use all, or name some of: {', '.join(leaves)}."
+            )
+        requested = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model_type]
+    if len(requested) == 1 and is_regex(requested[0]):
+        chosen = [path for path in linears if re.fullmatch(requested[0], path)]
+        if not chosen:
+            raise UserError(
+                f"lora_target_modules: the regular expression {requested[0]} matches no linear layer of the decoder "
+                f"blocks. It must match a whole path, such as {linears[0]}."
+            )
+        return chosen
+    what = "lora_target_modules: no linear layer"
+    return _select_named(linears, requested, what, f"{', '.join(leaves)} (or all)")
+
+
+def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
+    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
+    known = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
+    return _select_named(
+        parameters, requested, "lora_target_parameters: no expert parameter", ", ".join(known) or "none"
+    )
+
+
+def _select_named(paths: Sequence[str], names: Sequence[str], what: str, known: str) -> list[str]:
+    """The paths that end in one of these names. Raises UserError, which begins with `what`, for a name of none."""
+    chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
+    if unmatched := [name for name in names if not chosen[name]]:
+        raise UserError(f"{what} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {known}.")
+    found = set().union(*chosen.values())
+    return [path for path in paths if path in found]
+
+
+def find_pattern(patterns: Iterable[str], path: str) -> str | None:
+    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that matches."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
+    """Refuse patterns that are not the first match of any layer with an adapter."""
+    patterns = list(patterns)
+    if unused := set(patterns) - {find_pattern(patterns, path) for path in targets}:
+        leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
+        raise UserError(
+            f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "
+            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a pattern is a regular "
+            "expression for the end of a path."
+        )
+
+
+# --- insertion ---
 
 
 def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: LoraOptions) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.run.options import parse_train_config
 from fsdp_qlora.storage.files import refuse_bad_folder, staged_folder
 
 log = logging.getLogger("fsdp_qlora")

@@ -7,11 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.config.cli import trained_model_options
-from fsdp_qlora.config.conflicts import adapter_folder
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.launch import relaunch_if_needed, set_torch_variables
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.run.options import adapter_folder, trained_model_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from fsdp_qlora.config.conflicts import adapter_folder
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.run.options import adapter_folder
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fsdp_qlora.config.cli import run_options
-from fsdp_qlora.config.conflicts import adapter_folder
+from fsdp_qlora.run.options import adapter_folder, run_options
 from fsdp_qlora.storage.files import refuse_bad_folder
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

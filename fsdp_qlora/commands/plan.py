@@ -6,12 +6,12 @@ import json
 import textwrap
 from pathlib import Path
 
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.launch import importing
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
+from fsdp_qlora.run.options import parse_train_config
 
 _OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences, is_run, read_run, refuse
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -33,6 +32,7 @@ from fsdp_qlora.errors import (
 )
 from fsdp_qlora.output.redact import guard_output, redact_values
 from fsdp_qlora.output.text import quiet_libraries
+from fsdp_qlora.run.options import parse_train_config
 
 # A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
 _PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?", re.DOTALL | re.IGNORECASE)

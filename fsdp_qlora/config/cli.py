@@ -21,8 +21,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 import yaml
 
-from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
-from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
+from fsdp_qlora.config.conflicts import check, out_of_range
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, Advice, Setting, advise, translate
 from fsdp_qlora.config.text import (
@@ -43,12 +42,14 @@ _HINTS = option_types()
 # What an earlier release's config.yaml has, and changes nothing.
 _REMOVED = [("compile", ["false"]), ("world_size", ["-1"]), ("nproc_per_node", ["-1"])]
 _SAME = {"world_size": "nproc_per_node"}  # the 2024 program's name of an option
+# How an option is written, alone and with a value.
+_AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
 
 
-def parse_train_config(
+def parse_options(
     argv: list[str], result: Path | Mapping[str, object] | None = None, notes: list[str] | None = None
-) -> TrainConfig:
-    """Read the options of a run.
+) -> tuple[TrainConfig, Collection[str]]:
+    """Read the options of a run; returns them, and the names of those that were given.
 
     Args:
         argv: the arguments after the program's name.
@@ -74,58 +75,21 @@ def parse_train_config(
     errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
     errors += _unknown_flags(unknown)
     converted = _convert(settings, errors)
-    return _checked(TrainConfig(**converted), errors, converted)
+    return _checked(TrainConfig(**converted), errors), converted.keys()
 
 
-def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
-    """The options of an adapter's run, as far as its files may say them (config.marks.Mark); those in `words` win.
-
-    They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
-    is on an unquantized base, which its own configuration names, unless `words` say otherwise.
-
-    Args:
-        starts_from_it: set --adapter, so that a run with these options starts from it.
-    Raises:
-        UserError: as parse_train_config, or the adapter's folder does not say what its base is.
-    """
-    if not adapter.is_dir():
-        raise UserError(f"--adapter {adapter}: there is no such folder.")
-    found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
-    own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
-    words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
-    return parse_train_config(words, found[0] if found else _recorded(adapter))
-
-
-def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
-    """The options with which an adapter, a trained or merged model, or a base without either is loaded."""
-    if folder is None:
-        return parse_train_config(words)
-    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
-        return run_options(folder, words, starts_from_it=True)
-    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
-    own = ["--model_name", str(folder), "--adapter", "none"]
-    noted = folder / "config.yaml"
-    return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
-
-
-def _recorded(adapter: Path) -> dict[str, Any]:
-    """The options of a run without its folder, from the files beside its adapter."""
-    config, record = read_config(adapter), read_record(adapter)
-    settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
-    base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
-    return settings | ({"model_name": base} if base else {})
-
-
-def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str, object]) -> TrainConfig:
-    """The options of a run from Python values, by the rules and with the messages of the command line.
+def options_of(
+    base: TrainConfig | str | Path | None, given: Mapping[str, object]
+) -> tuple[TrainConfig, Collection[str]]:
+    """The same from Python values, by the rules and with the messages of the command line.
 
     Args:
         base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
-    Raises: as `parse_train_config`.
+    Raises: as `parse_options`.
     """
     given = {_SAME.get(name, name): value for name, value in given.items()}
     others = {name: str(value) for name, value in given.items() if name not in (*_HINTS, *OLDER)}
-    errors = [f"Unknown option {name}{_advice(name, _as_keyword, value)}" for name, value in others.items()]
+    errors = [f"Unknown option {name}{_advice(name, _AS_KEYWORD, value)}" for name, value in others.items()]
     known = {name: value for name, value in given.items() if name in (*_HINTS, *OLDER)}
     settings = [Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
     # An empty list has no words; None leaves an option that is never None at its default.
@@ -135,7 +99,7 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
     elif base is not None:
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
     converted = _convert(translate(settings, errors, []), errors)
-    return _checked(TrainConfig(**{**values, **converted}), errors, converted)
+    return _checked(TrainConfig(**{**values, **converted}), errors), converted.keys()
 
 
 def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) -> list[Setting]:
@@ -159,17 +123,14 @@ def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {**resolved_options(DEFAULTS), **stored, **stored_values(now)}
 
 
-def _checked(config: TrainConfig, errors: list[str], given: Collection[str]) -> TrainConfig:
+def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
     # What is not known, or was not understood, may be what another option needs.
-    _raise([*errors, *out_of_range(config)] if errors else check(config))
-    return take_adapter(config, given)
-
-
-def _raise(errors: list[str]) -> None:
+    errors = [*errors, *out_of_range(config)] if errors else check(config)
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
         raise UserError("\n  ".join([f"{len(errors)} options are wrong:", *errors]))
+    return config
 
 
 def _convert(settings: Iterable[Setting], errors: list[str]) -> dict[str, Any]:
@@ -248,33 +209,22 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def _advice(name: str, write: Callable[[str, str], str], value: str = "") -> str:
+def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
     """The end of a sentence on an option that does not exist: what to give instead, where that is known.
 
     Args:
-        write: puts an option and its value, or "", as it is given there.
-        value: that was given; "" for none.
+        forms: how options are written there. value: that was given; "" for none.
     """
     if (turned_off := name.removeprefix("no_")) != name and _is_switch(turned_off):
-        return f"; give {write(turned_off, 'false')}."
+        return f"; give {forms[1].format(turned_off, 'false')}."
     if not (found := advise(name, value)):
         close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
         if not close:
             return "."
         found = advise(close[0], value) or Advice(close[0])
-    return f": {found.reason}." if found.reason else f"; did you mean {write(found.option, found.value)}?"
-
-
-def _as_flag(option: str, value: str) -> str:
-    return f"--{option} {value}".rstrip()
-
-
-def _as_key(option: str, value: str) -> str:
-    return f'"{option}: {value}"' if value else f'"{option}"'
-
-
-def _as_keyword(option: str, value: str) -> str:
-    return f"{option}={value}" if value else option
+    if found.reason:
+        return f": {found.reason}."
+    return f"; did you mean {forms[bool(found.value)].format(found.option, found.value)}?"
 
 
 def _as_words(name: str, value: object) -> list[str]:
@@ -299,7 +249,7 @@ def _unknown_flags(unknown: list[str]) -> list[str]:
         if not value and place + 1 < len(unknown) and not unknown[place + 1].startswith("-"):
             value = unknown[place + 1]
         if word.startswith("-"):
-            errors.append(f"Unknown option {flag}{_advice(flag.lstrip('-'), _as_flag, value)}")
+            errors.append(f"Unknown option {flag}{_advice(flag.lstrip('-'), _AS_FLAG, value)}")
     if not errors and unknown:
         option = "config" if unknown[0] in shipped_configs() or unknown[0].endswith((".yaml", ".yml")) else "dataset"
         hint = f" Did you mean --{option} {unknown[0]}?" if option == "config" or "." in unknown[0] else ""
@@ -327,7 +277,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
             continue
         name = _SAME.get(name, name)
         if name not in _HINTS and name not in OLDER:
-            errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key, "".join((words or [])[:1]))}')
+            errors.append(f'{where}: unknown key "{name}"{_advice(name, _AS_KEY, "".join((words or [])[:1]))}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:

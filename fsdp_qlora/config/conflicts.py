@@ -1,20 +1,14 @@
 """The values and combinations of options that are refused before a model is read or a device is used."""
 
-import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-from fsdp_qlora.adapters.peft_folder import read_adapter
-from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
-from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
-from fsdp_qlora.config.text import value_text
+from fsdp_qlora.config.options import ALL, DEFAULTS, LIMITS, TrainConfig, is_regex, names_marked, pairs
 from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
 _MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
@@ -272,61 +266,3 @@ _RULES = (
     _place_errors,
     _run_conflicts,
 )
-
-
-# --- --adapter: the options that the adapter decides ---
-
-# They may name the same layers in another way, which is checked when the model is known.
-_NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")
-
-
-def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The options with those that the adapter decides; without --adapter as they are.
-
-    Args:
-        given: the options that were given.
-    Raises:
-        UserError: there is no usable adapter, or a given option contradicts it.
-    """
-    if config.adapter is None:
-        return config
-    if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
-        raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
-    folder, output = adapter_folder(config.adapter), Path(config.output_dir).expanduser()
-    config = dataclasses.replace(config, adapter=str(folder))
-    if output.resolve() in (folder.resolve(), *folder.resolve().parents):
-        raise UserError(
-            f"--adapter {config.adapter} is in output_dir, where the new adapter goes. Give another folder."
-        )
-    adapter, kind = read_adapter(folder), config.kind.adapter
-    if kind is not None and kind != adapter.kind:
-        takers = ", ".join(name for name, other in TRAIN_TYPES.items() if other.adapter == adapter.kind)
-        raise UserError(
-            f"--adapter {config.adapter} is {_KINDS[adapter.kind]} and --train_type {config.train_type} trains "
-            f"{_KINDS[kind]}. Give one of {takers}."
-        )
-    errors = [
-        f"--{name} is {value_text(getattr(config, name))}, but the adapter's is {value_text(value)}: leave it out."
-        for name, value in adapter.options.items()
-        if name in given and name not in _NAMES_LAYERS and getattr(config, name) != value
-    ]
-    if errors:
-        raise UserError("\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors]))
-    taken = {name: value for name, value in adapter.options.items() if name not in given}
-    config = dataclasses.replace(config, **taken)
-    if errors := check(config):
-        raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))
-    return config
-
-
-def adapter_folder(name: str) -> Path:
-    """The folder of an adapter that is given as a folder, or by its name on the hub."""
-    folder = Path(name).expanduser()
-    if folder.exists() or name.startswith(".") or not is_repository(name):
-        return folder
-    from fsdp_qlora.loading.hub import download_adapter  # torch takes seconds to load
-
-    return download_adapter(name)
-
-
-_KINDS = {"lora": "LoRA", "dora": "DoRA"}

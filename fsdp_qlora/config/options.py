@@ -5,6 +5,7 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type i
 conflicts.py lists the options that exclude each other.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -445,3 +446,11 @@ def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     return [
         (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
     ]
+
+
+ALL = ("all", "all-linear")  # PEFT says all-linear
+
+
+def is_regex(name: str) -> bool:
+    """Whether a target is a regular expression: layer names consist of word characters and dots."""
+    return name not in ALL and re.fullmatch(r"[\w.]+", name) is None

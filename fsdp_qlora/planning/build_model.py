@@ -15,10 +15,12 @@ from fsdp_qlora.adapters.insert import (
     add_adapters,
     add_experts_lora,
     check_fits_peft,
+    check_patterns,
     keep_start,
+    select_parameters,
+    select_targets,
     train_in_full,
 )
-from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.fused import fuse_modules

@@ -118,7 +118,7 @@ IMPATIENT = """
 import os, sys, time
 import train
 from fsdp_qlora.control.launch import relaunch_if_needed
-from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.run.options import parse_train_config
 from fsdp_qlora.control import presence, watchdog
 from tests.chaos.harness import at_step, be_impatient
 

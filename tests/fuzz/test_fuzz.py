@@ -25,7 +25,6 @@ import yaml
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.run_folder import StartRequest
-from fsdp_qlora.config.cli import parse_train_config, run_options
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
@@ -37,6 +36,7 @@ from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.run.options import parse_train_config, run_options
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
 

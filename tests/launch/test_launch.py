@@ -18,7 +18,6 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_qlora import api
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import launch, restarts
 from fsdp_qlora.control.launch import is_from_an_agent
@@ -27,6 +26,7 @@ from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, User
 from fsdp_qlora.ranks import store
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import connect
+from fsdp_qlora.run.options import parse_train_config
 from fsdp_qlora.training.trainer import Trainer
 from tests.chaos.harness import is_gone, wait_for
 from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
@@ -34,7 +34,7 @@ from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
 import os, signal, sys, time
-from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.run.options import parse_train_config
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.control.launch import relaunch_if_needed
 

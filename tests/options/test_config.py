@@ -13,13 +13,13 @@ from typing import get_args
 import pytest
 
 from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences
-from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, advise
 from fsdp_qlora.config.text import option_help, resolved_options, resolved_yaml
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.run.options import make_train_config, parse_train_config
 
 pytestmark = pytest.mark.quick
 

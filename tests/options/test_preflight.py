@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.commands.train import refuse_early
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.files import FILE_KINDS, PACKED
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.run.options import parse_train_config
 from tests.tiny import ROOT, flags
 
 pytestmark = pytest.mark.quick

@@ -82,7 +82,7 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = CHAT
     config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options})
-    return prepare_rows(tokenizer, config.pick(DataOptions))
+    return prepare_rows(tokenizer, config.pick(DataOptions, images=None))
 
 
 @pytest.mark.quick

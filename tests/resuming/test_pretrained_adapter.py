@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.adapters.peft_folder import read_adapter
-from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.run.options import parse_train_config
 from tests.commands.test_merge import make_adapter
 from tests.parity.test_experts import FAMILIES
 from tests.reference import load_adapter, load_base
