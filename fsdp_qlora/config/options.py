@@ -48,8 +48,6 @@ MOST_OF_AUTO = 4096  # tokens, of --context_length auto
 class TrainConfig:
     """Options of one training run."""
 
-    images = None  # no option: a processor of images is of the model's folder
-
     # == launch ==
     nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
     """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU, and 1 keeps a run

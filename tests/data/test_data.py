@@ -85,8 +85,8 @@ def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pyt
 
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen = given.pop("tokenizer", tokenizer)
-        options = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given}).pick(DataOptions)
-        return prepare_rows(chosen, options)
+        config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
+        return prepare_rows(chosen, config.pick(DataOptions, images=None))
 
     return call
 

@@ -46,10 +46,10 @@ def prepare(
     monkeypatch.setattr("fsdp_qlora.data.prepare.TemplateWorker", SharedWorker)
 
     def call(*datasets: object, **given: Any) -> tuple[RunData, str]:
-        options = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given}).pick(DataOptions)
+        config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given})
         caplog.clear()
         with caplog.at_level(logging.INFO, "fsdp_qlora"):
-            data = prepare_data(tokenizer, options, vocab_size=len(tokenizer))
+            data = prepare_data(tokenizer, config.pick(DataOptions, images=None), vocab_size=len(tokenizer))
         return data, caplog.text
 
     return call

@@ -189,7 +189,7 @@ def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str,
     assert tuple(OFFERED.findall(str(error.value))) == commands
     for command in commands:
         config = parse_train_config(["--model_name", "x", "--dataset", str(path), *shlex.split(command)])
-        options = vars(config.pick(DataOptions)) | {"context_length": 2000}
+        options = vars(config.pick(DataOptions, images=None)) | {"context_length": 2000}
         del options["images"]  # no option
         assert len(prepare(*options.pop("dataset"), **options)[0].train) >= len(rows) / 2
 
