@@ -94,10 +94,6 @@ def is_older(setting: Setting) -> bool:
     return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
 
 
-def _share(value: str, given: Mapping[str, str]) -> str:
-    return str(number(float, value))
-
-
 def _hours(value: str, given: Mapping[str, str]) -> str:
     """The hours that cost `value` US dollars, or --max_hours if that is less."""
     if (price := number(float, given.get("price_per_hour", "0"))) <= 0:
@@ -129,7 +125,7 @@ OLDER: dict[str, Older] = {
     "on_bad_row": Older("max_bad_rows", {"skip": "", "error": "0"}, replaces=True),
     "padding": Older("batching", {"true": "padded", "false": ""}),
     "packing": Older("batching", {"true": "packed", "false": ""}),
-    "warmup_ratio": Older("warmup", write=_share, unset=("none", "0.03")),
+    "warmup_ratio": Older("warmup", write=lambda value, given: str(number(float, value)), unset=("none", "0.03")),
     "warmup_steps": Older("warmup", unset=("none", "-1"), replaces=True),
     "apply_gradient_clipping": Older("grad_norm", {"true": "", "false": "0"}),
     "max_cost_usd": Older("max_hours", write=_hours, replaces=True),

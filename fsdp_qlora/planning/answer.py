@@ -62,11 +62,6 @@ def _letters(name: str) -> str:
 _NAMES = {_letters(name): name for name in KNOWN_MODELS}
 
 
-def close_names(name: str) -> list[str]:
-    """Well-known models with names like this."""
-    return difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
-
-
 def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
     """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or from the hub.
 
@@ -88,7 +83,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
         if not path.is_dir():
             path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
     except UserError as error:
-        near = close_names(name)
+        near = difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
         hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
         raise UserError(f"{error}{hint}") from error
     return load_config(path, name, trust_remote_code=trust_remote_code), path
