@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
-from fsdp_qlora.config.options import ALL, is_regex
+from fsdp_qlora.config.text import ALL, is_regex
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.ranks.shards import local_part

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
-from fsdp_qlora.config.options import ALL, DEFAULTS, LIMITS, TrainConfig, is_regex, names_marked, pairs
+from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS
+from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
+from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
@@ -133,16 +134,20 @@ def _regex_error(pattern: str) -> str | None:
 
 def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     chosen, everything = OBJECTIVES[c.objective], dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
-    for name in _changed(c, *everything):
-        if name not in chosen.options:
+    for name in _changed(c, *everything):  # records of runs have defaults in words
+        if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
             takers = ", ".join(each for each, other in OBJECTIVES.items() if name in other.options)
             yield f"--objective {c.objective} does not know --{name}: that is for {takers}."
-    if c.precompute_reference and not chosen.has_reference:
+    if c.loss_type not in ("auto", *chosen.loss_types):
+        yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
+    if c.beta == 0 and chosen.beta > 0:
+        yield f"--beta must be above 0 for --objective {c.objective}."
+    if c.precompute_reference and not c.has_reference:
         yield f"--objective {c.objective} compares with nothing: --precompute_reference has nothing to compute."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
-    if is_rated and chosen.row_kind == TEXTS:
+    if is_rated and chosen.row_kind in (TEXTS, PROMPTS):
         yield f"--objective {c.objective} learns all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
@@ -158,6 +163,18 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.learn == "all":
         yield f"--objective {c.objective} learns answers: --learn all would learn the prompts too."
+
+
+def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.row_kind != PROMPTS:
+        return
+    if not c.rewards:
+        yield f"--objective {c.objective} needs --rewards: functions that score the answers, such as exact_match."
+    if c.correct_mismatch and not c.rollout_url:
+        yield "--correct_mismatch is for answers of another engine: it needs --rollout_url."
+    given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference", "context_parallel_size")
+    if given:
+        yield f"--objective {c.objective} makes its rows while it trains: it cannot be used with {_flags(given)}."
 
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -261,6 +278,7 @@ _RULES = (
     _quantization_conflicts,
     _adapter_conflicts,
     _objective_conflicts,
+    _rollout_conflicts,
     _optimizer_conflicts,
     _data_conflicts,
     _place_errors,

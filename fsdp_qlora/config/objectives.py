@@ -32,6 +32,8 @@ TEXTS = RowKind("texts", 1, 1, "texts", "sft")
 PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
 # The second document is another row's answer to the same prompt.
 LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
+# A step's rows are answers that the model has given.
+PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,36 @@ class LossSettings:
     simpo_gamma: float = 0.5
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    max_completion_length: int = 512
+
+
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return -(-x).logaddexp(x.new_zeros(()))
+
+
+# --- losses of a margin, by --loss_type ---
+
+
+def sigmoid(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """DPO (Rafailov et al. 2023, eq. 7); with label smoothing conservative DPO (Mitchell 2023)."""
+    x, flipped = s.beta * margin, s.label_smoothing
+    return -(1 - flipped) * log_sigmoid(x) - flipped * log_sigmoid(-x)
+
+
+def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """SLiC (Zhao et al. 2023), of normalized likelihoods as in RSO (Liu et al. 2023)."""
+    return (1 - s.beta * margin).relu()
+
+
+def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al. 2024)."""
+    x, flipped = s.beta * margin, s.label_smoothing
+    return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
+
+
+LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_norm": sigmoid}
 
 
 class LogProbs(NamedTuple):
@@ -82,13 +114,29 @@ class LossInputs:
     divergence: float = 0.0
 
 
+class TokenInputs(NamedTuple):
+    """The learned tokens of sampled answers, each tensor float32 [N].
+
+    logps: log-probabilities under the policy. old_logps: when the answers were sampled. reference: under the reference;
+    None without one. sampled_logps: the engine's own; None where nothing is corrected. advantages: of the answers.
+    """
+
+    logps: torch.Tensor
+    old_logps: torch.Tensor
+    reference: torch.Tensor | None
+    sampled_logps: torch.Tensor | None
+    advantages: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Objective:
     """One row of the table.
 
     row_kind: what a row is. loss: of each row, [R], from the inputs and the settings; None for the mean over target
-    tokens. has_reference: whether it compares with the model that training starts from. score: of an answer, whose
-    product with beta is its reward in the metrics. options: those that it reads. sft_weight: if no option says another.
+    tokens. has_reference: whether it compares with the model that training starts from, if beta is not 0. score: of an
+    answer, whose product with beta is its reward in the metrics. options: those that it reads. sft_weight, beta: if no
+    option says another. loss_types: that it takes, the first if no option says another. token_loss: instead of a loss
+    of rows one of each token, [N], and its metrics.
     """
 
     row_kind: RowKind
@@ -97,33 +145,9 @@ class Objective:
     score: Callable[[LogProbs], torch.Tensor] = LogProbs.ratio
     options: tuple[str, ...] = ()
     sft_weight: float = 0.0
-
-
-def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return -(-x).logaddexp(x.new_zeros(()))
-
-
-# --- losses of a margin, by --loss_type ---
-
-
-def sigmoid(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
-    """DPO (Rafailov et al. 2023, eq. 7); with label smoothing conservative DPO (Mitchell 2023)."""
-    x, flipped = s.beta * margin, s.label_smoothing
-    return -(1 - flipped) * log_sigmoid(x) - flipped * log_sigmoid(-x)
-
-
-def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
-    """SLiC (Zhao et al. 2023), of normalized likelihoods as in RSO (Liu et al. 2023)."""
-    return (1 - s.beta * margin).relu()
-
-
-def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
-    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al. 2024)."""
-    x, flipped = s.beta * margin, s.label_smoothing
-    return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
-
-
-LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_norm": sigmoid}
+    beta: float = 0.1
+    loss_types: tuple[str, ...] = tuple(LOSS_TYPES)
+    token_loss: Callable[[TokenInputs, LossSettings], tuple[torch.Tensor, dict[str, torch.Tensor]]] | None = None
 
 
 # --- losses of pairs, by --objective ---
@@ -158,6 +182,37 @@ def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
     return weight * (1 - distance.sigmoid())
 
 
+# --- of tokens ---
+
+MOST_CORRECTED = 3.0  # ratio of the policy's probability to the engine's; TRL's default
+
+
+def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Shao et al. 2024, eq. 3, for each token, with TRL's names of its metrics.
+
+    The upper clip may be a higher one (Yu et al. 2025). What an engine samples with other probabilities than the
+    policy's is weighed by truncated importance sampling (Yao et al. 2025).
+    """
+    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    ratio = (x.logps - x.old_logps).exp()
+    loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - s.epsilon, 1 + high) * x.advantages)
+    is_low, is_high = (ratio < 1 - s.epsilon) & (x.advantages < 0), (ratio > 1 + high) & (x.advantages > 0)
+    metrics = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
+    metrics = {f"clip_ratio/{name}": values.float() for name, values in metrics.items()}
+    if x.sampled_logps is not None:
+        weight = (x.old_logps - x.sampled_logps).exp().clamp(max=MOST_CORRECTED)
+        loss, metrics["sampling/importance_sampling_ratio/mean"] = loss * weight, weight
+    if x.reference is not None:
+        difference = x.reference - x.logps
+        metrics["kl"] = difference.exp() - difference - 1  # Schulman 2020, k3
+        loss = loss + s.beta * metrics["kl"]
+    return loss, metrics
+
+
+_OF_GRPO = (
+    "rewards", "num_generations", "max_completion_length", "temperature", "scale_rewards", "epsilon", "epsilon_high",
+    "num_iterations", "correct_mismatch", "rollout_url", "on_reward_error", "reward_timeout", "beta", "loss_type",
+)  # fmt: skip
 _OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
 
 OBJECTIVES: dict[str, Objective] = {
@@ -170,4 +225,13 @@ OBJECTIVES: dict[str, Objective] = {
         PAIRS, simpo, score=LogProbs.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
     ),
     "orpo": Objective(PAIRS, orpo, score=LogProbs.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
+    "grpo": Objective(
+        PROMPTS,
+        None,
+        has_reference=True,
+        options=_OF_GRPO,
+        beta=0.0,
+        loss_types=("dapo", "grpo", "dr_grpo"),
+        token_loss=clipped_ratio,
+    ),
 }

@@ -5,8 +5,6 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type i
 conflicts.py lists the options that exclude each other.
 """
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -36,12 +34,13 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
-from fsdp_qlora.config.objectives import LOSS_TYPES, OBJECTIVES, TEXTS, RowKind
+from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS, RowKind
 from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 
 MOST_OF_AUTO = 4096  # tokens, of --context_length auto
+_LOSS_TYPES = dict.fromkeys(["auto", *(name for row in OBJECTIVES.values() for name in row.loss_types)])
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,19 @@ class TrainConfig:
     `expand` added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
-    """What is learned of the rows: sft learns the texts; the others learn from a chosen and a rejected answer to each
-    prompt, or kto from answers with a label: dpo, ipo and kto compare with the model that training starts from, whose
-    log-probabilities come in the same forward pass, and cpo, simpo and orpo compare with nothing. Names and defaults
-    are TRL's."""
-    beta: Annotated[float, POSITIVE] = 0.1
+    """What is learned of the rows: sft learns the texts; grpo learns from answers that the model gives to prompts, by
+    their rewards; the others learn from a chosen and a rejected answer to each prompt, or kto from answers with a
+    label: dpo, ipo and kto compare with the model that training starts from, whose log-probabilities come in the same
+    forward pass, and cpo, simpo and orpo compare with nothing. Names and defaults are TRL's."""
+    beta: Annotated[float | None, NOT_NEGATIVE] = None
     """Strength of a preference objective: how little the model may move from the base (dpo, ipo, cpo), or the factor of
-    the odds ratio (orpo); for simpo 2 to 2.5 is usual."""
-    loss_type: Annotated[str, one_of_names(LOSS_TYPES)] = "sigmoid"
+    the odds ratio (orpo); for simpo 2 to 2.5 is usual. Of grpo the weight of the divergence from the base, which is not
+    computed at 0. By default 0 for grpo, else 0.1."""
+    loss_type: Annotated[str, one_of_names(_LOSS_TYPES)] = "auto"
     """Loss of the margin between the two answers in dpo and cpo: sigmoid, hinge, robust (unbiased where the share
-    label_smoothing of the pairs is the wrong way round), sigmoid_norm (sigmoid of means over tokens)."""
+    label_smoothing of the pairs is the wrong way round), sigmoid_norm (sigmoid of means over tokens). What grpo divides
+    the sum over tokens by: dapo (the tokens of a step), grpo (the tokens of each answer, and the answers), dr_grpo (the
+    answers times max_completion_length). auto is sigmoid, or dapo for grpo."""
     label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
     """Share of the pairs that may be the wrong way round: with sigmoid the conservative loss, with robust the unbiased
     one."""
@@ -179,6 +181,37 @@ class TrainConfig:
     """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
     last bit; slower, and an operation that has no such kernel raises an error. Runs on a CPU are always
     deterministic."""
+
+    # == reinforcement learning ==
+    rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE, OF_USER] = ()
+    """Functions that score the answers of grpo, whose rewards are added up: FILE.py:function, or the name of one that
+    comes with the program, with =WEIGHT behind it if that is not 1, such as exact_match,style.py:is_short=0.5."""
+    num_generations: Annotated[int, at_least(2)] = 8
+    """Answers to each prompt, which are compared with each other."""
+    max_completion_length: Annotated[int, at_least(1)] = 512
+    """Longest answer in tokens; a longer one is cut."""
+    temperature: Annotated[float, POSITIVE] = 1.0
+    """Temperature at which answers are sampled, and learned from."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation of rewards by which advantages are divided: group (of the answers to a prompt), batch (of all
+    answers of a step), none."""
+    epsilon: Annotated[float, SHARE] = 0.2
+    """How far a token's probability may fall, relative to that when the answer was sampled, until it is no longer
+    learned."""
+    epsilon_high: Annotated[float | None, NOT_NEGATIVE] = None
+    """The same for a rise, such as 0.28; by default epsilon."""
+    num_iterations: Annotated[int, at_least(1)] = 1
+    """Optimizer steps on the same answers."""
+    correct_mismatch: bool = False
+    """Weigh each token by how much more probable it is to the trainer than to the server that has sampled it, at most 3
+    times (truncated importance sampling)."""
+    rollout_url: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
+    """Server that answers the prompts, such as http://host:8000: one with OpenAI's completions API that takes LoRA
+    adapters at run time, as vLLM. By default the model that trains answers them itself."""
+    on_reward_error: Annotated[Literal["stop", "zero"], MAY_DIFFER] = "stop"
+    """What to do when a reward function fails: stop ends the run with a checkpoint, zero counts a reward of 0."""
+    reward_timeout: Annotated[float, POSITIVE, MAY_DIFFER] = 60.0
+    """Seconds that a reward function may take for the answers of a step."""
 
     # == memory ==
     auto: Annotated[bool, MAY_DIFFER] = False
@@ -359,7 +392,19 @@ class TrainConfig:
     @property
     def has_reference_beside(self) -> bool:
         """Whether a reference passes through the model beside the policy."""
-        return OBJECTIVES[self.objective].has_reference and not self.precompute_reference
+        return self.has_reference and not self.precompute_reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the objective compares with the model that training starts from."""
+        return OBJECTIVES[self.objective].has_reference and self.objective_settings["beta"] > 0
+
+    @property
+    def objective_settings(self) -> dict[str, Any]:
+        """The options whose default the objective decides, as they are used."""
+        row = OBJECTIVES[self.objective]
+        loss_type = row.loss_types[0] if self.loss_type == "auto" else self.loss_type
+        return {"beta": row.beta if self.beta is None else self.beta, "loss_type": loss_type}
 
     @property
     def context_size(self) -> int:
@@ -437,18 +482,3 @@ def option_types() -> dict[str, Any]:
     """Option -> its type, without marks; that of a name out of a table is a Literal."""
     types = get_type_hints(TrainConfig)
     return types | {name: Literal[limit.choices] for name, limit in LIMITS.items() if limit.choices}
-
-
-def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
-    """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
-    return [
-        (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
-    ]
-
-
-ALL = ("all", "all-linear")  # PEFT says all-linear
-
-
-def is_regex(name: str) -> bool:
-    """Whether a target is a regular expression: layer names consist of word characters and dots."""
-    return name not in ALL and re.fullmatch(r"[\w.]+", name) is None

@@ -4,9 +4,10 @@ import ast
 import inspect
 import itertools
 import os
+import re
 import textwrap
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -70,11 +71,12 @@ def value_text(value: object) -> str:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
+    """All options of the run, with defaults that other options decide; a dry run's are those of the run it plans.
 
     For files, logs and other machines: secrets are taken out.
     """
-    return redact_values(stored_values(vars(config)) | {"lr": config.learning_rate, "dry_run": False})
+    used = {"lr": config.learning_rate, **config.objective_settings, "dry_run": False}
+    return redact_values(stored_values(vars(config)) | used)
 
 
 def stored_values(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +95,24 @@ def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
     changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
     return settings, changed
+
+
+# --- values of several parts ---
+
+
+def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
+    """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
+    return [
+        (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
+    ]
+
+
+ALL = ("all", "all-linear")  # PEFT says all-linear
+
+
+def is_regex(name: str) -> bool:
+    """Whether a target is a regular expression: layer names consist of word characters and dots."""
+    return name not in ALL and re.fullmatch(r"[\w.]+", name) is None
 
 
 # --- YAML files that come with the program ---

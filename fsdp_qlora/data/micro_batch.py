@@ -38,6 +38,9 @@ class MicroBatch:
     """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
     reference: torch.Tensor
     """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
+    answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), old_logps and
+    sampled_logps where rows have them, all float32; places, int64, among the table's tokens. Empty for other rows."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
@@ -57,9 +60,10 @@ class MicroBatch:
         """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
-        moved = to_device({**self.documents, **{name: getattr(self, name) for name in names}}, device)
-        images = to_device(self.images, device)
-        return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved, images=images)
+        moved = to_device({**self.documents, **self.answers, **{name: getattr(self, name) for name in names}}, device)
+        images, answers = to_device(self.images, device), {name: moved.pop(name) for name in self.answers}
+        own = {name: moved.pop(name) for name in names}
+        return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
 
     def part(self, context: ContextGroup, rank: int) -> "MicroBatch":
         """The tokens of one rank of those that share this micro-batch, and their targets; documents stay whole."""
@@ -68,14 +72,17 @@ class MicroBatch:
         own = context.own(self.input_ids.shape[1], rank)
         is_own = (self.target_rows >= own.start) & (self.target_rows < own.stop)
         rows, targets = self.target_rows[is_own] - own.start, self.targets[is_own]
+        answers = {name: values[is_own] for name, values in self.answers.items()}
         if not len(rows):
             rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
+            answers = {name: values.new_zeros(1) for name, values in answers.items()}
         return dataclasses.replace(
             self,
             input_ids=self.input_ids[:, own],
             target_rows=rows,
             targets=targets,
             num_targets=[int(each.sum()) for each in is_own[: sum(self.num_targets)].split(self.num_targets)],
+            answers=answers,
             documents=documents_of_part(self.documents, context, rank),
             context=context,
         )
@@ -90,6 +97,7 @@ class MicroBatch:
             self,
             target_rows=F.pad(self.target_rows, (0, missing)),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
+            answers={name: F.pad(values, (0, missing)) for name, values in self.answers.items()},
             tokens_of_ranks=[each.input_ids.flatten() for each in batches],
         )
 
@@ -162,8 +170,21 @@ def _batch(
     reference = table.reference[documents] if len(table.reference) else table.reference
     return MicroBatch(
         input_ids, target_rows, targets, num_targets.tolist(), _floats(num_targets), _floats(desired),
-        _floats(reference), described,
+        _floats(reference), _answers(table, rows, num_targets) if len(table.advantages) else {}, described,
     )  # fmt: skip
+
+
+def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> dict[str, torch.Tensor]:
+    """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in `learned_rows`."""
+    bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
+    found = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
+    places = np.concatenate(found) if num_targets.sum() else np.zeros(1, np.int64)
+    advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
+    of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
+    of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
+    values = {name: np.resize(each, len(places)) for name, each in of_rows.items()}
+    values |= {name: each[places] for name, each in of_tokens.items() if len(each)}
+    return {**{name: _floats(each) for name, each in values.items()}, "places": torch.from_numpy(places)}
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:

@@ -63,6 +63,12 @@ class TokenizedRows:
     """The label of each row, bool [rows], where rows have one."""
     reference: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """The reference's log-probability of each document, float32 [documents], where it was computed before training."""
+    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The advantage of each row, float32 [rows], where rows are sampled answers with their prompts."""
+    old_logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Their tokens' log-probabilities when they were sampled, float32 [tokens], where the policy is another by now."""
+    sampled_logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The same as the engine gives them, float32 [tokens], where they are asked for."""
     images: np.ndarray = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
     """The images of all rows, by the names that `images.keep` gave them, uint8 [images, 16]."""
     image_sizes: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))

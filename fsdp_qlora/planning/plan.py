@@ -18,7 +18,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_qlora.adapters.insert import LoraOptions, peft_config, reduces_base
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import of_quantizer
-from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.errors import UserError

@@ -177,7 +177,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
     )
-    objective = StepObjective(config.objective, config.pick(LossSettings))
+    objective = StepObjective(config.objective, config.pick(LossSettings, **config.objective_settings))
     return Trainer(forward, optimizer, objective, options, control)
 
 
