@@ -46,7 +46,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, log_probabilities
-from fsdp_qlora.training.probes import check_context, probe_packing
+from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
@@ -134,7 +134,8 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
     """The trainer of a loaded model, with its optimizer. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
-    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, ranks)
+    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact(plan.model))
+    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, probed)
     optimizer = ShardedOptimizer(
         model,
         config.optimizer,
@@ -144,8 +145,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     )
     control, context = control or Control(), join_context(ranks, plan.model.layout.context_size)
     if context.size > 1:
-        settled = plan.model.documents, ranks, plan.model.precision, context
-        check_context(model, *settled, is_exact=is_exact(plan.model))
+        check_context(probed, context)
     forward = ForwardPass(
         model,
         ranks,
@@ -154,7 +154,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         attention=None if schedule.padding else plan.model.documents,
-        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
+        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
         reference=ReferencePass(model) if config.has_reference_beside else None,
         context=context,
         heartbeat=control.heartbeat,
@@ -197,22 +197,14 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     return dataclasses.replace(data, train=found[0], evaluation=found[-1])
 
 
-def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
+def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
-    model_plan = plan.model
-    reason = probe_packing(
-        model_plan.meta.model,
-        model_plan.documents,
-        ranks,
-        model_plan.precision,
-        is_exact=is_exact(model_plan),
-    )
-    if reason is None:
-        if layers := layers_apart(model_plan.meta.model):
+    if (reason := probe_packing(probed)) is None:
+        if layers := layers_apart(probed.model):
             log.info("Rows are computed apart in layers that mix tokens without attention: %s.", ", ".join(layers))
         return plan.schedule
     if plan.model.layout.context_size > 1:
-        name = type(model_plan.meta.model).__name__
+        name = type(probed.model).__name__
         raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
     no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
@@ -225,11 +217,10 @@ def is_exact(plan: ModelPlan) -> bool:
     return quantizer is None or QUANTIZERS[quantizer].linear.is_exact
 
 
-def shares_prompts(plan: Plan, ranks: Ranks) -> bool:
+def shares_prompts(plan: Plan, probed: Probed) -> bool:
     """Whether the shared prompt of a pair can be computed once; log the answer. Called on every rank."""
-    model, data = plan.model, plan.data.train
-    reason = probe_packing(model.meta.model, model.documents, ranks, model.precision, is_exact=False, num_shared=3)
-    if reason:
+    data = plan.data.train
+    if reason := probe_packing(probed._replace(is_exact=False), num_shared=3):
         log.info("The prompt of a pair is computed with each answer: %s.", reason)
     else:
         useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()

@@ -3,11 +3,12 @@
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
@@ -141,88 +142,81 @@ def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, An
     return _most((found - expected).abs() / expected.abs())
 
 
-def probe_packing(
-    model: PreTrainedModel,
-    implementation: str | None,
-    ranks: Ranks,
-    precision: Precision,
-    *,
-    is_exact: bool,
-    num_shared: int = 0,
-) -> str | None:
+class Probed(NamedTuple):
+    """A loaded model as it is probed.
+
+    documents: the attention implementation for documents, from `attention.choose`. is_exact: whether a token's values
+    in float32 are the same in another batch.
+    """
+
+    model: PreTrainedModel
+    documents: str | None
+    ranks: Ranks
+    precision: Precision
+    is_exact: bool
+
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCE[self.precision.compute_dtype if self.is_exact else torch.bfloat16]
+
+    def tokens(self) -> torch.Tensor:
+        """Those of both documents, int64 [48]."""
+        return torch.arange(sum(_LENGTHS)).mul(7919).remainder(self.model.get_input_embeddings().num_embeddings)
+
+    def logits(self, input_ids: torch.Tensor, *known: torch.Tensor, **documents: Any) -> torch.Tensor:
+        """The model's logits. known: what each rank looks up, if they are not the same."""
+        model, precision, device = self.model, self.precision, self.ranks.device
+        looked_up = tokens_known(model, known) if known else same_tokens(model, input_ids)
+        autocast = torch.autocast(device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
+        with autocast, looked_up:
+            inputs = to_device({"input_ids": input_ids, **documents}, device)
+            found: torch.Tensor = model(**inputs, use_cache=False).logits
+        reshard_all(model)
+        return found
+
+
+def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
     """Why the rows of a model must be padded, in words; None if they can be concatenated.
 
-    Called on every rank.
-
-    Args:
-        implementation: attention for documents, from `attention.choose`.
-        is_exact: whether a token's values in float32 are the same in another batch.
-        num_shared: try documents that begin with so many tokens computed once.
+    Called on every rank. num_shared: try documents that begin with so many tokens computed once.
     """
-    if reason := "its attention has no such form" if implementation is None else packing_blocker(model):
+    if reason := "its attention has no such form" if probed.documents is None else packing_blocker(probed.model):
         return reason
-    tolerance = _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]
     try:
-        difference = _difference(model, implementation, ranks, precision, num_shared)
+        difference = _difference(probed, num_shared)
     except (NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
     else:
         most = _most(difference)  # the same decision on every rank
-        reason = None if most <= tolerance else f"a second document in a row differs by {most:.0%} from it alone"
-    reshard_all(model)
+        is_near = most <= probed.tolerance
+        reason = None if is_near else f"a second document in a row differs by {most:.0%} from it alone"
+    reshard_all(probed.model)
     return reason
 
 
-def check_context(
-    model: PreTrainedModel,
-    implementation: str | None,
-    ranks: Ranks,
-    precision: Precision,
-    context: ContextGroup,
-    *,
-    is_exact: bool,
-) -> None:
+def check_context(probed: Probed, context: ContextGroup) -> None:
     """Make sure that a model computes the same where ranks share the tokens of a row. Called on every rank.
 
-    The first tokens of a part would miss most of what only other ranks know.
+    The first tokens of a part would miss most of what only other ranks know. context: the ranks that share this one's.
 
-    Args:
-        context: the ranks that share this one's rows. Others as for `probe_packing`.
     Raises:
         UserError: something besides attention passes on what other tokens know.
     """
-    model.eval()
-    row = torch.arange(sum(_LENGTHS)).mul(7919).remainder(model.get_input_embeddings().num_embeddings)[None]
+    model, row = probed.model.eval(), probed.tokens()[None]
     documents = describe_documents(list(_LENGTHS), num_parts=context.size)
     row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
     own, each = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
-    with torch.no_grad(), attending(model, implementation):
-        whole = _logits(model, ranks, precision, {"input_ids": row, **documents})[0, own].double()
-        inputs = {"input_ids": row[:, own], **documents_of_part(documents, context, context.rank)}
-        tokens = [row[0, context.own(row.shape[1], rank)] for rank in each] or None
-        part = _logits(model, ranks, precision, inputs, tokens)[0].double()
+    with torch.no_grad(), attending(model, probed.documents):
+        whole = probed.logits(row, **documents)[0, own].double()
+        tokens = [row[0, context.own(row.shape[1], rank)] for rank in each]
+        of_part = documents_of_part(documents, context, context.rank)
+        part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
     most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
-    if most > _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]:
+    if most > probed.tolerance:
         raise UserError(
             f"--context_parallel_size {context.size} cannot divide {type(model).__name__}: its tokens differ by "
             f"{most:.0%} where ranks share a row, so something besides attention looks at other tokens."
         )
-
-
-def _logits(
-    model: PreTrainedModel,
-    ranks: Ranks,
-    precision: Precision,
-    inputs: Mapping[str, Any],
-    tokens: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The model's logits. tokens: what each rank looks up, if they are not the same."""
-    known = tokens_known(model, tokens) if tokens else same_tokens(model, inputs["input_ids"])
-    autocast = torch.autocast(ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
-    with autocast, known:
-        found: torch.Tensor = model(**to_device(inputs, ranks.device), use_cache=False).logits
-    reshard_all(model)
-    return found
 
 
 def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -234,23 +228,15 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _difference(
-    model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, num_shared: int
-) -> torch.Tensor:
+def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
     """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
-    model.eval()
-    vocab_size = model.get_input_embeddings().num_embeddings
-    first, second = torch.arange(sum(_LENGTHS)).mul(7919).remainder(vocab_size).split(_LENGTHS)
+    model, (first, second) = probed.model.eval(), probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])
-    batch = torch.stack([first, torch.cat([second, second.new_zeros(len(first) - len(second))])])
-
-    def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
-        return _logits(model, ranks, precision, {"input_ids": input_ids, **documents})
-
-    alone = logits(batch)[1, num_shared : len(second)].double()
+    alone = probed.logits(pad_sequence([first, second], batch_first=True))[1, num_shared : len(second)].double()
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
-    with attending(model, implementation):
-        behind = logits(torch.cat([first, second[num_shared:]])[None], **documents)[0, len(first) :].double()
+    with attending(model, probed.documents):
+        row = torch.cat([first, second[num_shared:]])[None]
+        behind = probed.logits(row, **documents)[0, len(first) :].double()
     return _relative(behind, alone)
 
 
