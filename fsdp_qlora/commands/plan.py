@@ -12,6 +12,7 @@ from fsdp_qlora.control.launch import importing
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
 from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.storage.files import refusal_named
 
 _OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
 
@@ -64,19 +65,15 @@ def run(args: argparse.Namespace) -> int:
         num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
         gpu = probe.with_rates(_gpu(args, here), rates)
     request = GpuOffer(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
-    planner, asked = (
-        answer.make_planner(config, request, tokens),
-        config.batch_size * config.gradient_accumulation_steps,
-    )
+    planner = answer.make_planner(config, request, tokens)
+    asked = config.batch_size * config.gradient_accumulation_steps
     planned = planner.fastest_of_more_rows() if searches else [planner.as_asked()]
     best, keeps_rows = planned[0], _keeps_rows(args, config)
     if keeps_rows and searches:
         planned = [each for each in planned if each.rows == asked]
     if args.plot:
-        try:
+        with refusal_named("plot", args.plot):
             Path(args.plot).expanduser().write_text(answer.draw(planned[0]), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--plot {args.plot}: it cannot be written: {error.strerror}.") from error
     if args.json:
         found = [{**answer.as_json(each), "measured": rates or None} for each in planned[:3]]
         print(json.dumps(found if searches else found[0], indent=1))

@@ -33,7 +33,7 @@ from fsdp_qlora.model.attention import head_size
 from fsdp_qlora.model.models import decoder_path
 from fsdp_qlora.model_files.merging import Changes, open_adapter
 from fsdp_qlora.model_files.model_folder import build_plain_model
-from fsdp_qlora.storage.files import read_json, staged_file
+from fsdp_qlora.storage.files import read_json, refusal_named, staged_file
 
 ADVICE = "llama.cpp's own converter, convert_hf_to_gguf.py, knows more."
 
@@ -98,11 +98,8 @@ class _Architecture:
         config = whole.get_text_config()
         if config.model_type not in FAMILIES:
             raise UserError(f"Models of type {config.model_type} are not converted here. {ADVICE}")
-        self.model, self.config, self.family = (
-            build_plain_model(whole, torch.float32),
-            config,
-            FAMILIES[config.model_type],
-        )
+        self.model = build_plain_model(whole, torch.float32)
+        self.config, self.family = config, FAMILIES[config.model_type]
         self._decoder = decoder_path(self.model)
         self.arch_name, self.head_dim = str(gguf.MODEL_ARCH_NAMES[self.family.arch]), head_size(config)
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
@@ -264,21 +261,18 @@ def _encode(name: str, tensor: _Tensor) -> np.ndarray:
 
 
 def _write(out: Path, arch: str, add_keys: Callable[[GGUFWriter], None], tensors: Mapping[str, _Tensor]) -> None:
-    try:
-        with staged_file(out) as partial:
-            writer = GGUFWriter(str(partial), arch)
-            add_keys(writer)
-            for name, (shape, kind, _) in tensors.items():
-                size = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
-                writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, tensor in tqdm(tensors.items(), desc="Writing", unit=" tensors", disable=not sys.stderr.isatty()):
-                writer.write_tensor_data(np.ascontiguousarray(_encode(name, tensor)))
-            writer.close()
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+    with refusal_named("out", out), staged_file(out) as partial:
+        writer = GGUFWriter(str(partial), arch)
+        add_keys(writer)
+        for name, (shape, kind, _) in tensors.items():
+            size = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tqdm(tensors.items(), desc="Writing", unit=" tensors", disable=not sys.stderr.isatty()):
+            writer.write_tensor_data(np.ascontiguousarray(_encode(name, tensor)))
+        writer.close()
 
 
 # --- the tokenizer: byte-level BPE, or BPE made of a SentencePiece model ---

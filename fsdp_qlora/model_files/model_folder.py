@@ -20,7 +20,7 @@ from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
 from fsdp_qlora.model import models
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.routed import route_experts
-from fsdp_qlora.storage.files import free_disk, staged_folder
+from fsdp_qlora.storage.files import free_disk, refusal_named, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
@@ -68,16 +68,13 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
 
     config.json with the content `config` is written last; after a failure nothing remains of `out`.
     """
-    try:
-        with staged_folder(out) as partial:
-            patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
-            for path in {path for pattern in patterns for path in source.glob(pattern)}:
-                if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
-                    shutil.copyfile(path, partial / path.name)
-            yield partial
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+    with refusal_named("out", out), staged_folder(out) as partial:
+        patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
+        for path in {path for pattern in patterns for path in source.glob(pattern)}:
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        yield partial
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     log.info("Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir())))
 
 

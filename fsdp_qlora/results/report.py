@@ -28,7 +28,7 @@ from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
 from fsdp_qlora.output.redact import redact, redact_values
-from fsdp_qlora.storage.files import read_json, staged_file, write_json
+from fsdp_qlora.storage.files import read_json, refusal_named, staged_file, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -238,14 +238,12 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
     if state is not None:
         runs = [dataclasses.replace(run, status=run.status | {"state": state}) for run in runs]
     page = make_page(runs)
-    try:
+    with refusal_named("out", out):
         if out.exists() and not _is_ours(out):
             raise UserError(f"--out {out} exists and is not a report. Give another file.")
         out.parent.mkdir(parents=True, exist_ok=True)
         with staged_file(out) as partial:
             partial.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}.") from error
 
 
 def _is_ours(path: Path) -> bool:

@@ -16,7 +16,6 @@ from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question
 from fsdp_qlora.model import models
@@ -26,7 +25,7 @@ from fsdp_qlora.ranks.process_group import all_gather_strings, release_loading_m
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.run.load_model import fetch_weights, load_model
-from fsdp_qlora.storage.files import read_json, staged_file
+from fsdp_qlora.storage.files import read_json, refusal_named, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -134,13 +133,10 @@ def answer_file(
             done += results
             bar.update(len(results))
     if model.ranks.is_rank_0:
-        try:
-            with staged_file(out) as partial:
-                answered = ({**row, **result} for (row, _), result in zip(rows, done, strict=True))
-                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered]
-                partial.write_text("".join(lines), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+        with refusal_named("out", out), staged_file(out) as partial:
+            answered = ({**row, **result} for (row, _), result in zip(rows, done, strict=True))
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered]
+            partial.write_text("".join(lines), encoding="utf-8")
         log.info("Saved: %s (%d prompts)", out, len(rows))
 
 

@@ -77,6 +77,15 @@ def staged_file(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def refusal_named(option: str, path: object) -> Iterator[None]:
+    """Raise UserError where the system refuses to write, in the block, what an option names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--{option} {path} cannot be written ({error.strerror or error}).") from error
+
+
 def is_partial(name: str, of: str) -> bool:
     """Whether a name is that of a file `of` that was not written to its end."""
     return re.fullmatch(rf"\.{re.escape(of)}(\.[0-9a-f]{{16}})?{re.escape(PARTIAL)}", name) is not None
