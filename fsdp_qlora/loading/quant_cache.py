@@ -47,9 +47,7 @@ def cache_root(option: str) -> Path | None:
     """The cache's folder, None if off. option: off, a folder, or auto (see `cache_folder`)."""
     if option == "off":
         return None
-    if option != "auto":
-        return Path(option).expanduser()
-    return cache_folder() / "quantized"
+    return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
 
 
 def read_description(folder: Path) -> dict[str, Any]:

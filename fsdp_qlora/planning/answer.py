@@ -141,10 +141,8 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
     host = found.host_bytes / GIB
     beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
     yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
-    if pieces := describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens):
-        yield pieces
-    if exchange := describe_exchange(found.plan):
-        yield exchange
+    pieces = describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens)
+    yield from filter(None, (pieces, describe_exchange(found.plan)))
     yield ""
     resident = sum(_always_there(found).values())
     for name, sizes in memory.phases.items():

@@ -74,6 +74,11 @@ class Machine:
         return self.ranks.layout("full_shard", self.world_size, context_size).data_size
 
     @property
+    def per_node(self) -> int:
+        """Ranks of one machine."""
+        return self.ranks.layout("full_shard", self.world_size).per_node
+
+    @property
     def is_elsewhere(self) -> bool:
         return self.device.type != self.ranks.device.type
 
@@ -307,13 +312,9 @@ def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
     """The numbers of ranks that may share each micro-batch, as the option and the model say, the smallest first."""
     if config.context_parallel_size != "auto":
         return [config.context_size]
-    heads, per_node = plan.meta.model.config.get_text_config().num_attention_heads, _ranks_of_node(plan.machine)
+    heads, per_node = plan.meta.model.config.get_text_config().num_attention_heads, plan.machine.per_node
     most = 1 if checks.context_blocker(plan.meta.parts, plan.documents) else per_node
     return [size for size in range(1, most + 1) if per_node % size == heads % size == 0]
-
-
-def _ranks_of_node(machine: Machine) -> int:
-    return machine.ranks.layout("full_shard", machine.world_size).per_node
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
@@ -330,7 +331,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
         config.sharding_strategy,
         fit.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
         world_size=plan.machine.world_size,
-        per_node=_ranks_of_node(plan.machine),
+        per_node=plan.machine.per_node,
         on_gpu=plan.machine.device.type == "cuda",
         accumulates=(False,) if plan.trains_whole_modules else ways,
     )

@@ -333,12 +333,11 @@ def choose_settings(
         )
     chosen: dict[str, Any] = {}
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
-        per_node = ranks.layout("full_shard", machine.world_size).per_node
-        host = host_memory_free(per_node) * machine.world_size
+        host = host_memory_free(machine.per_node) * machine.world_size
         card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
         gpu = gpu_of(card) if card else nearest_gpu(free / GIB)
         gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
-        request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=per_node)
+        request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=machine.per_node)
         memory_gib = (free + sum(request.beside_torch().values())) / GIB
         request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
         planner = Planner(config, request, model, data)

@@ -95,11 +95,10 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
     assert isinstance(block, FSDPModule)
     with whole_weights(block):
         last = layer.shape[0] - 1
-        num_bytes = (
-            math.prod(layer.shape[1:]) // layer.row_weights * layer.weight.shape[1] * layer.weight.element_size()
-        )
+        codes = layer.weight.view(torch.uint8)
+        num_bytes = math.prod(layer.shape[1:]) // layer.row_weights * codes.shape[1]
         start, stop = last * num_bytes, (last + 1) * num_bytes
-        codes = layer.weight.view(-1).view(torch.uint8)[start:stop]
+        codes = codes.flatten()[start:stop]
         files, source = weights.files, weights.sources[name]
         if weights.packed:
             expected = files.read_flat(source, start, stop).to(codes.device)
