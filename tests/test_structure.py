@@ -28,7 +28,7 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_762,
+    "lines of the library": 30_750,
     "files of the library": 153,
     "folders of the library": 21,
     "files at the package's root": 4,
@@ -39,6 +39,7 @@ MOST = {
     "places that ask for the kind of rows": 20,
 }
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70
+LAUNCHER = "fsdp_qlora.control.launch"  # comes before the run, whose processes it starts as the options say
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -74,6 +75,17 @@ def test_neither_files_nor_folders_import_each_other_in_a_circle() -> None:
     assert not in_cycles(folders)
     # The options and their rules are read without a model, an adapter or the network.
     assert {end for start, end in folders if start == "config"} == {"config", "errors", "output", "storage"}
+
+
+def test_only_planning_and_what_is_above_it_see_the_options_as_a_whole() -> None:
+    imported = {
+        (module, each.name)
+        for module, tree in MODULES.items()
+        for each in ast.walk(tree)
+        if isinstance(each, ast.alias)
+    }
+    seeing = {module.split(".")[1] for module, name in imported if name == "TrainConfig" and module != LAUNCHER}
+    assert seeing == {"__init__", "api", "commands", "config", "model_files", "planning", "results", "run"}
 
 
 def test_files_and_functions_are_short_and_functions_take_few_parameters() -> None:

@@ -16,7 +16,6 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_qlora.config.conflicts import profiled_steps
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.ranks.ranks import Ranks
 
 log = logging.getLogger("fsdp_qlora")
@@ -41,19 +40,18 @@ class MemoryLog:
 
 
 @contextlib.contextmanager
-def profiling(config: TrainConfig, ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Record the steps of --profile, if any; gives what is called after each optimizer step.
+def profiling(asked: tuple[str, ...], output: Path, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    """Record steps, if any are `asked` for as by --profile; gives what is called after each optimizer step.
 
-    Each rank writes a summary, a trace and, if asked for, a timeline of its memory.
+    Each rank writes a summary, a trace and, if asked for, a timeline of its memory, to `output`.
     """
-    steps = profiled_steps(config.profile)
+    steps = profiled_steps(asked)
     if steps is None:
         yield lambda: None
         return
     first, last = steps
-    output = Path(config.output_dir) / "profiles"
     output.mkdir(parents=True, exist_ok=True)
-    has_memory = "memory" in config.profile
+    has_memory = "memory" in asked
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -62,8 +60,8 @@ def profiling(config: TrainConfig, ranks: Ranks) -> Iterator[Callable[[], None]]
         activities=activities,
         schedule=schedule(wait=first - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1),
         on_trace_ready=partial(_write, output / f"rank{ranks.rank}_steps{first}-{last}", str(ranks.device), has_memory),
-        with_stack=has_memory or "stack" in config.profile,
-        record_shapes=has_memory or "shapes" in config.profile,
+        with_stack=has_memory or "stack" in asked,
+        record_shapes=has_memory or "shapes" in asked,
         profile_memory=has_memory,
     )
     try:
@@ -71,7 +69,7 @@ def profiling(config: TrainConfig, ranks: Ranks) -> Iterator[Callable[[], None]]
             yield profiler.step
     finally:
         if profiler.step_num < last:
-            log.warning("--profile %s: the run ended after %d steps.", " ".join(config.profile), profiler.step_num)
+            log.warning("--profile %s: the run ended after %d steps.", " ".join(asked), profiler.step_num)
 
 
 def _write(stem: Path, device: str, has_memory: bool, profiler: profile) -> None:

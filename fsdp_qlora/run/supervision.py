@@ -175,7 +175,9 @@ class Recorder:
         if self.guard.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before it was copied
         self.facts.mark("loading")
-        with profiling(self.config, self.guard.ranks) as self.profile_step, self.guard.watchdog.watching():
+        profiles = self.guard.folder.path / "profiles"
+        recorded = profiling(self.config.profile, profiles, self.guard.ranks)
+        with recorded as self.profile_step, self.guard.watchdog.watching():
             yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
