@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
         return _compare(args, config, tokens)
     gpu = None if args.probe else _gpu(args, None)
-    _load()
-    from fsdp_qlora.planning import answer
-    from fsdp_qlora.planning.search import GpuOffer
+    with importing():
+        from fsdp_qlora.planning import answer
+        from fsdp_qlora.planning.search import GpuOffer
 
     num_gpus, rates = args.num_gpus or 1, dict[str, float]()
     if gpu is None:
@@ -91,8 +91,8 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
     if args.gpu or args.gpu_memory_gib or args.plot or args.probe:
         others = "--gpu, --gpu_memory_gib, --probe and --plot"
         raise UserError(f"--compare takes the GPUs from its price table: leave out {others}.")
-    _load()
-    from fsdp_qlora.planning import answer
+    with importing():
+        from fsdp_qlora.planning import answer
 
     path = Path(args.compare).expanduser() if args.compare else answer.EXAMPLE
     date, requests = answer.read_offers(path)
@@ -107,11 +107,6 @@ def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
     """Whether the rows per step are asked for."""
     asked = any(word.replace("-", "_").startswith(_OF_STEP) for word in args.training_options)
     return asked or config.batch_size * config.gradient_accumulation_steps > 1
-
-
-def _load() -> None:
-    with importing():
-        import fsdp_qlora.planning.answer  # noqa: F401
 
 
 def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:

@@ -81,7 +81,7 @@ def parse_options(
 def options_of(
     base: TrainConfig | str | Path | None, given: Mapping[str, object]
 ) -> tuple[TrainConfig, Collection[str]]:
-    """The same from Python values, by the rules and with the messages of the command line.
+    """Read the options of a run from Python values, by the rules and with the messages of the command line.
 
     Args:
         base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.

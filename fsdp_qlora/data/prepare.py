@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
@@ -70,14 +70,11 @@ class DataOptions:
     shuffle_buffer: int = 10_000
     max_steps: int = -1
     objective: str = "sft"
+    row_kind: RowKind = TEXTS
+    """The kind of rows that the objective learns from."""
     rating_threshold: float | None = None
     images: ImageProcessor | None = None
     """The model's processor of images, if it has one; no option."""
-
-    @property
-    def row_kind(self) -> RowKind:
-        """The kind of rows that the objective learns from."""
-        return OBJECTIVES[self.objective].row_kind
 
     @property
     def longest_row(self) -> int:

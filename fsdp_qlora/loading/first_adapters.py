@@ -46,14 +46,14 @@ def decompose_weights(
     layers = list(adapted_weights(model).items())
     size, rank = dist.get_world_size(), dist.get_rank()
     for start in range(0, len(layers), size):
-        turn = layers[start : start + size]
+        shared = layers[start : start + size]
         mine: tuple[torch.Tensor, ...] = ()
-        if rank < len(turn):
-            name, layer = turn[rank]
+        if rank < len(shared):
+            name, layer = shared[rank]
             weight = weights.read_whole(name).to(device)
             mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
             del weight
-        for owner, (_, layer) in enumerate(turn):
+        for owner, (_, layer) in enumerate(shared):
             for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
                 whole = mine[index] if owner == rank else torch.empty(parameter.shape, device=device)
                 dist.broadcast(whole, src=owner)

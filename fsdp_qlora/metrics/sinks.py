@@ -223,16 +223,12 @@ def plain(value: Any) -> Any:
 
 def numbers_in(value: object, name: str = "") -> dict[str, float]:
     """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} -> memory_gib/reserved/0."""
-    if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
+    if not isinstance(value, (Mapping, list)):
         return {name: value} if isinstance(value, (int, float)) else {}
     return {
         path: number
-        for key, item in items
-        for path, number in numbers_in(item, f"{name}/{key}" if name else key).items()
+        for key, item in (value.items() if isinstance(value, Mapping) else enumerate(value))
+        for path, number in numbers_in(item, f"{name}/{key}" if name else str(key)).items()
     }
 
 

@@ -105,8 +105,8 @@ class LoadedModel:
         return text
 
     def answer_all(self, asked: Sequence[Question], batch_size: int) -> Iterator[list[dict[str, Any]]]:
-        """Answer questions, `batch_size` on each rank at a time; yields the answers of each turn, in order, on every
-        rank."""
+        """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
+        every rank."""
         size = batch_size * self.ranks.world_size
         for start in range(0, len(asked), size):
             mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)

@@ -160,7 +160,7 @@ class Probed(NamedTuple):
         return _TOLERANCE[self.precision.compute_dtype if self.is_exact else torch.bfloat16]
 
     def tokens(self) -> torch.Tensor:
-        """Those of both documents, int64 [48]."""
+        """The tokens of both documents, one after the other, int64 [48]."""
         return torch.arange(sum(_LENGTHS)).mul(7919).remainder(self.model.get_input_embeddings().num_embeddings)
 
     def logits(self, input_ids: torch.Tensor, *known: torch.Tensor, **documents: Any) -> torch.Tensor:
