@@ -50,6 +50,7 @@ class LossSettings:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     max_completion_length: int = 512
+    correct_mismatch: bool = False
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +205,8 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
         loss, metrics["sampling/importance_sampling_ratio/mean"] = loss * weight, weight
     if x.reference is not None:
         difference = x.reference - x.logps
-        metrics["kl"] = difference.exp() - difference - 1  # Schulman 2020, k3
+        # Schulman 2020, k3; times the ratio it has the gradient of the divergence itself (DeepSeek-AI 2025, V3.2).
+        metrics["kl"] = ratio * (difference.exp() - difference - 1)
         loss = loss + s.beta * metrics["kl"]
     return loss, metrics
 

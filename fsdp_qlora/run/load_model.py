@@ -17,7 +17,7 @@ from fsdp_qlora.adapters.first_values import initialize_adapters, set_magnitudes
 from fsdp_qlora.adapters.insert import fill_start, reduces_base
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import PAIRS, LossSettings
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.cache import add_reference
@@ -46,6 +46,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, log_probabilities
+from fsdp_qlora.training.policy import PolicyObjective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
@@ -156,6 +157,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         attention=None if schedule.padding else plan.model.documents,
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
         reference=ReferencePass(model) if config.has_reference_beside else None,
+        temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,
         images=plan.data.images,
@@ -177,7 +179,8 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
     )
-    objective = StepObjective(config.objective, config.pick(LossSettings, **config.objective_settings))
+    kind = PolicyObjective if OBJECTIVES[config.objective].token_loss else StepObjective
+    objective = kind(config.objective, config.pick(LossSettings, **config.objective_settings))
     return Trainer(forward, optimizer, objective, options, control)
 
 

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from fsdp_qlora.sharding.parallelize import gathered
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training import probes
-from fsdp_qlora.training.head_loss import HeadLoss, loss_of_logits
+from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
 
 _AHEAD = 2  # micro-batches
 
@@ -39,9 +38,9 @@ class ForwardPass:
     """Lays out micro-batches and computes their losses.
 
     attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
-    both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the
-    same pass. images: the processor of rows with images; towers: the parts that compute these. context: the ranks that
-    share this one's micro-batches.
+    both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the same
+    pass. temperature: that logits are divided by. images: the processor of rows with images; towers: the parts that
+    compute these. context: the ranks that share this one's micro-batches.
     """
 
     model: PreTrainedModel
@@ -52,6 +51,7 @@ class ForwardPass:
     attention: str | None = None
     shares_prompts: bool = False
     reference: ReferencePass | None = None
+    temperature: float = 1.0
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     images: ImageProcessor | None = None
@@ -59,7 +59,7 @@ class ForwardPass:
 
     def __post_init__(self) -> None:
         self.sharing_ranks = sharing_ranks(self.model)
-        self.loss_of_tokens: HeadLoss = partial(loss_of_logits, self.model)
+        self.loss_of_tokens: HeadLoss = partial(loss_of_logits, self.model, temperature=self.temperature)
 
     def probe(self) -> None:
         """Find how the loss can be computed, with a few tokens. Called on every rank.
@@ -73,7 +73,8 @@ class ForwardPass:
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
                 probes.check_reference(self.model, self.reference, inputs)
-            self.loss_of_tokens = probes.probe_head_loss(self.model, inputs) or self.loss_of_tokens
+            found = probes.probe_head_loss(self.model, inputs, self.temperature)
+            self.loss_of_tokens = found or self.loss_of_tokens
 
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
@@ -122,14 +123,17 @@ class ForwardPass:
         parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
         return [each for part in parts for each in self.schedule.rounds(part, table.lengths)]
 
-    def token_losses(self, batch: MicroBatch, *, reduction: Literal["sum", "none"]) -> tuple[torch.Tensor, MicroBatch]:
+    def token_losses(
+        self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
+    ) -> tuple[torch.Tensor, MicroBatch]:
         """The losses of a micro-batch's targets, float32, and the micro-batch on the device.
 
         Args:
-            reduction: "sum" over the targets, []; or "none": [1, N], or [2, N] with the reference's.
+            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with the reference's.
+            alone: without the reference.
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
-        reference = self.reference.beside_policy() if self.reference else contextlib.nullcontext()
+        reference = self.reference.beside_policy() if self.reference and not alone else contextlib.nullcontext()
         known = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
         with self.autocast(), reference, known, towers:

@@ -8,7 +8,7 @@ Where ranks share a head, each has some rows of the weight, and N is the same on
 
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,31 +30,39 @@ _WHOLE_TILE = 128  # rows of a tile of GPU matrix products
 # outputs is scaled by this while it is in fp16; gradients of up to 64 times the head's largest weight fit then.
 _FP16_SCALE = 2.0**10
 
+# The entropy of a chunk's tokens takes this part of its logits' memory once more.
+_ENTROPY_PARTS = 16
+
 # ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
 # reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
-# (sharding/recompute.py).
+# (sharding/recompute.py); "entropy" puts another row behind the first, the entropy of the policy, without gradient.
 HeadLoss = Callable[..., torch.Tensor]
+Reduction = Literal["sum", "none", "entropy"]
 
 
 class LogitForm(NamedTuple):
     """How a model makes logits of its head's outputs: scale * output, and with a cap, cap * tanh(scale * output / cap).
 
-    The scale is granite's and cohere's, the cap gemma2's.
+    The scale is granite's and cohere's, the cap gemma2's. They are divided by the temperature.
     """
 
     scale: float = 1.0
     cap: float | None = None
+    temperature: float = 1.0
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Float32; may be `outputs` itself, changed."""
         logits = outputs.float()
         if self.scale != 1.0:
             logits = logits.mul_(self.scale)
-        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+        logits = logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
         """The derivative of logits by outputs."""
-        return self.scale if self.cap is None else torch.square(logits / self.cap).neg_().add_(1.0).mul_(self.scale)
+        scale = self.scale / self.temperature
+        cap = None if self.cap is None else self.cap / self.temperature
+        return scale if cap is None else torch.square(logits / cap).neg_().add_(1.0).mul_(scale)
 
 
 def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
@@ -88,8 +96,9 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
         policy, *reference = hidden.split(len(targets))
-        parts = [policy, *(each.detach() for each in reference)]
-        return torch.stack([chunked_loss(x, weight, bias, targets, form, shared, reduction="none") for x in parts])
+        found = [chunked_loss(policy, weight, bias, targets, form, shared, reduction=reduction)]
+        found += [chunked_loss(x.detach(), weight, bias, targets, form, shared, reduction="none") for x in reference]
+        return torch.cat([each.view(-1, len(targets)) for each in found])
 
     def loss_of_tokens(
         self: PreTrainedModel,
@@ -138,20 +147,22 @@ def chunked_loss(
 
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
-        reduction: "none" gives each token's, [N], instead of the sum; of a frozen head.
+        reduction: "none" gives each token's, [N], instead of the sum; of a frozen head. "entropy" gives those
+            and, without gradient, the entropies of the whole distributions, [2, N].
     """
     vocabulary = shared or WholeVocabulary(len(weight))
+    request = _Request(form, vocabulary, [] if reduction == "entropy" else None)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
         hidden = hidden.to(dtype)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-            losses: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form, vocabulary)
+            losses: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, request)
         else:
-            losses = _losses_of_chunks(hidden, weight, bias, targets, form, vocabulary, _Gradients())
-    if reduction == "none":
+            losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
+    if reduction != "sum":
         assert not weight.requires_grad, "the gradient of a head that trains is that of the sum"
-        return losses
+        return losses if request.entropies is None else torch.stack([losses, torch.cat(request.entropies)])
     chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
     return torch.stack([chunk.sum() for chunk in chunks]).sum()
 
@@ -181,6 +192,14 @@ class WholeVocabulary:
 
 
 Vocabulary = SharedHead | WholeVocabulary
+
+
+class _Request(NamedTuple):
+    """What is computed of head and hidden states. entropies: gets those of each chunk's tokens, if it is a list."""
+
+    form: LogitForm
+    vocabulary: Vocabulary
+    entropies: list[torch.Tensor] | None
 
 
 class _Gradients(NamedTuple):
@@ -223,8 +242,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        form: LogitForm,
-        vocabulary: Vocabulary,
+        request: _Request,
     ) -> torch.Tensor:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         ctx.gradients = _Gradients(
@@ -233,7 +251,7 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.zeros_like(bias) if of_bias and bias is not None else None,
             _FP16_SCALE if hidden.dtype == torch.float16 else 1.0,
         )
-        return _losses_of_chunks(hidden, weight, bias, targets, form, vocabulary, ctx.gradients)
+        return _losses_of_chunks(hidden, weight, bias, targets, request, ctx.gradients)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -242,7 +260,7 @@ class _ChunkedLoss(torch.autograd.Function):
         of_tokens = grads[0] / gradients.scale
         factors = (of_tokens[:, None], of_tokens[0], of_tokens[0])
         found = [None if each is None else each.mul_(by) for each, by in zip(gradients[:3], factors, strict=True)]
-        return *found, None, None, None
+        return *found, None, None
 
 
 def _losses_of_chunks(
@@ -250,11 +268,11 @@ def _losses_of_chunks(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    form: LogitForm,
-    vocabulary: Vocabulary,
+    request: _Request,
     gradients: _Gradients,
 ) -> torch.Tensor:
     """The losses of the tokens, [N]; fills in the gradients of their sum."""
+    vocabulary = request.vocabulary
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
     step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
@@ -263,7 +281,7 @@ def _losses_of_chunks(
         inputs = vocabulary.all_gather(hidden[part])
         outputs = F.linear(inputs, weight, bias)
         scale = gradients.scale if gradients.any else None
-        loss, grad = _loss_of_chunk(outputs, vocabulary.all_gather(targets[part]), form, scale, vocabulary)
+        loss, grad = _loss_of_chunk(outputs, vocabulary.all_gather(targets[part]), scale, request)
         losses.append(loss)
         if grad is not None:
             gradients.add(part, grad, inputs, weight, vocabulary)
@@ -272,13 +290,14 @@ def _losses_of_chunks(
 
 
 def _loss_of_chunk(
-    outputs: torch.Tensor, targets: torch.Tensor, form: LogitForm, scale: float | None, vocabulary: Vocabulary
+    outputs: torch.Tensor, targets: torch.Tensor, scale: float | None, request: _Request
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens' losses, and the gradient of their sum times `scale` in the outputs' dtype and memory, if given.
 
     Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
     those of this rank's rows for all ranks' tokens, and the losses are those of its own tokens.
     """
+    form, vocabulary, entropies = request
     is_learned = targets != -100
     rows = torch.arange(len(targets), device=targets.device)
     targets = targets - vocabulary.first
@@ -290,7 +309,13 @@ def _loss_of_chunk(
     top = vocabulary.largest(logits.amax(dim=1, keepdim=True))
     of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
     exponentials = logits.sub_(top).exp_()
-    total, of_target = vocabulary.summed(torch.stack([exponentials.sum(dim=1), of_target]))
+    sums = [exponentials.sum(dim=1), of_target]
+    if entropies is not None:
+        parts = exponentials.split(-(-len(exponentials) // _ENTROPY_PARTS))
+        sums.append(torch.cat([torch.special.xlogy(part, part).sum(dim=1) for part in parts]))
+    total, of_target, *weighted = vocabulary.summed(torch.stack(sums))
+    if entropies is not None:
+        entropies.append(vocabulary.local_chunk(total.log() - weighted[0] / total))
     loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0))
     if scale is None:
         return loss, None
@@ -314,6 +339,7 @@ def loss_of_logits(
     targets: torch.Tensor,
     *,
     reduction: str = "sum",
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Loss from the model's own logits, computed for these rows alone where the model can (in one row)."""
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
@@ -324,12 +350,21 @@ def loss_of_logits(
     # Recomputed piece by piece in the backward pass, so there is never a whole float32 copy of the logits.
     size = max(1, MAX_LOGITS // logits.shape[-1])
     pieces = zip(logits.split(size), targets.split(size), strict=True)
-    losses = [checkpoint(_cross_entropy, *piece, reduction, use_reentrant=False) for piece in pieces]
-    return torch.cat(losses).view(copies, -1) if reduction == "none" else torch.stack(losses).sum()
+    losses = [checkpoint(_cross_entropy, *piece, reduction, temperature, use_reentrant=False) for piece in pieces]
+    if reduction == "sum":
+        return torch.stack(losses).sum()
+    found = torch.cat(losses, dim=1).view(len(losses[0]), copies, -1)
+    return torch.cat([found[:, 0], found[0, 1:]])
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction=reduction)
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str, temperature: float) -> torch.Tensor:
+    """Their sum, or those of the tokens, [1, N], with their entropies, [2, N]."""
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum" if reduction == "sum" else "none")
+    if reduction == "entropy":
+        logps = logits.detach().log_softmax(dim=-1)
+        return torch.stack([losses, -(logps.exp() * logps).sum(dim=-1)])
+    return losses if reduction == "sum" else losses[None]
 
 
 def _rows_of(rows: torch.Tensor, inputs: Mapping[str, Any], copies: int) -> torch.Tensor:

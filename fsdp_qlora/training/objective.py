@@ -5,7 +5,7 @@ Shapes: N tokens with a target in D documents of a micro-batch; of pairs the cho
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from fsdp_qlora.data.schedule import Round
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.forward import ForwardPass
+from fsdp_qlora.training.head_loss import Reduction
 
 SIDES = ("chosen", "rejected")
 
@@ -29,13 +30,14 @@ class Totals(NamedTuple):
 
     divisor: of the sum of all micro-batches' losses. num_of_sides: rows with a chosen answer, and with a rejected one.
     rows_per_token: rows per target token of the chosen answers. divergence: mean log-ratio of policy and reference for
-    other rows' answers.
+    other rows' answers. num_targets: of sampled answers.
     """
 
     divisor: int
     num_of_sides: tuple[int, int] = (0, 0)
     rows_per_token: float = 0.0
     divergence: float = 0.0
+    num_targets: int = 0
 
 
 class StepObjective:
@@ -43,8 +45,9 @@ class StepObjective:
 
     def __init__(self, name: str = "sft", settings: LossSettings | None = None) -> None:
         self.name, self.settings, self.row = name, settings or LossSettings(), OBJECTIVES[name]
-        self.is_mean_over_tokens, self.has_labels = self.row.loss is None, self.row.row_kind == LABELS
-        self.reduction: Literal["sum", "none"] = "sum" if self.is_mean_over_tokens else "none"
+        self.is_mean_over_tokens = self.row.loss is None and self.row.token_loss is None
+        self.has_labels = self.row.row_kind == LABELS
+        self.reduction: Reduction = "sum" if self.is_mean_over_tokens else "none" if self.row.loss else "entropy"
         self.sft_weight = self.row.sft_weight if self.settings.sft_weight is None else self.settings.sft_weight
         self.metric_names = () if self.is_mean_over_tokens else tuple(self._metric_names())
 

@@ -55,13 +55,13 @@ def few_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 @torch.no_grad()
-def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any]) -> HeadLoss | None:
+def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any], temperature: float = 1.0) -> HeadLoss | None:
     """The loss over chunks of tokens, or None where the model needs whole logits, which is said in one line.
 
     Called on every rank, with weights loaded; runs the model and compares with its own logits.
 
     Args:
-        inputs: the base model's arguments, as in a step, for `few_tokens`.
+        inputs: the base model's arguments, as in a step, for `few_tokens`. temperature: of the loss that is returned.
     """
     reason = _head_loss_blocker(model)
     if not reason:
@@ -72,7 +72,7 @@ def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any]) -> HeadLo
         form = min(errors, key=lambda form: errors[form])
         if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
             free_head_before_backward(model)
-            return attach_head_loss(model, form)
+            return attach_head_loss(model, form._replace(temperature=temperature))
         reason = "its logits are not its head's outputs, scaled or capped as its config says"
     log.info("The loss is computed from whole logits, which takes more memory: %s.", reason)
     return None

@@ -24,6 +24,7 @@ from tests.tiny import on_ranks
 Models = Callable[..., Path]
 TOKENS, HIDDEN, VOCABULARY = 50, 32, 700
 FORMS = [LogitForm(), LogitForm(scale=0.125), LogitForm(cap=5.0), LogitForm(scale=2.0, cap=3.0)]
+WARM = [LogitForm(temperature=0.7), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 
 
 def parts_of_a_head(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,8 +68,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_each_token_has_its_loss_and_the_gradient_of_its_own_factor(
+@pytest.mark.parametrize("form", [*FORMS, *WARM])
+def test_each_token_has_its_loss_entropy_and_the_gradient_of_its_factor(
     form: LogitForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
@@ -77,11 +78,14 @@ def test_each_token_has_its_loss_and_the_gradient_of_its_own_factor(
     hidden, weight, bias = (part.detach() for part in parts)
     exact = hidden.double().requires_grad_()
     logits = F.linear(exact, weight.double(), bias.double()) * form.scale
-    logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    logits = (logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)) / form.temperature
     expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     (expected * factors).sum().backward()
-    found = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, reduction="none")
+    found, entropies = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, reduction="entropy")
     (found * factors).sum().backward()
+    assert torch.equal(chunked_loss(hidden.detach(), weight, bias, targets, form, reduction="none"), found)
+    own = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropies.double(), own.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert hidden.grad is not None and exact.grad is not None
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
@@ -235,6 +239,11 @@ def _compare(folders: dict[str, str]) -> int:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         whole = F.cross_entropy(expected[0, :-1], labels[0, 1:], reduction="sum")
         assert loss.item() == pytest.approx(whole.item(), rel=1e-6, abs=1e-6), case
+        if not CASES[case].get("trained"):
+            with vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]), torch.no_grad():
+                found = loss_of({"input_ids": ids}, *learned, reduction="entropy")[1, : len(rows)]
+            entropies = torch.distributions.Categorical(logits=expected[0, rows]).entropy()
+            torch.testing.assert_close(found, entropies, rtol=1e-5, atol=1e-5)
         loss.backward()
         whole.backward()
         for (name, parameter), own_parameter in zip(model.named_parameters(), own.parameters(), strict=True):

@@ -1,0 +1,136 @@
+"""Sampled answers and their rewards for the tests of grpo, the cases that are compared with TRL, and steps on them."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.torch import save_file
+
+from fsdp_qlora.data.rows import TokenizedRows
+from tests.tiny import SIZES, flags
+
+STEPS, LR = 5, 0.3  # of SGD: see tests/rounding.py
+PROMPTS, ANSWERS, LONGEST = 4, 3, 8
+END = SIZES["eos_token_id"]
+# Name -> (model family, options).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dapo": ("llama", {}),
+    "dapo, warm": ("llama", {"temperature": 0.7, "beta": 0.04, "scale_rewards": "batch"}),
+    "grpo": ("qwen2", {"loss_type": "grpo", "beta": 0.04}),
+    "dr_grpo": ("llama", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "two iterations": ("llama", {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.2}),
+    "two iterations, grpo": ("qwen2", {"num_iterations": 2, "loss_type": "grpo", "epsilon": 0.02}),
+    "corrected": ("llama", {"correct_mismatch": True, "rollout_url": "http://localhost:1"}),
+}
+
+
+class Answer(NamedTuple):
+    """A prompt and an answer to it, as token ids; what an engine says of each token's log-probability."""
+
+    prompt: list[int]
+    completion: list[int]
+    logps: list[float]
+
+    @property
+    def reward(self) -> float:
+        return len(self.completion) % 3 + self.completion[0] / 100
+
+
+def sample(generation: int, prompt: int, number: int) -> Answer:
+    """Random tokens of uneven lengths; the longest do not end by themselves."""
+    shared = np.random.default_rng([generation, prompt])
+    question = shared.integers(2, 318, shared.integers(2, 9)).tolist()
+    own = np.random.default_rng([generation, prompt, number])
+    tokens = own.integers(2, 318, own.integers(1, LONGEST + 3)).tolist()
+    completion = tokens if len(tokens) == LONGEST else [*tokens, END]
+    completion = completion[:LONGEST]
+    return Answer(question, completion, own.uniform(-7.0, -4.0, len(completion)).tolist())
+
+
+def answers(generation: int) -> list[Answer]:
+    """All answers of a step, those to a prompt beside each other."""
+    return [sample(generation, prompt, number) for prompt in range(PROMPTS) for number in range(ANSWERS)]
+
+
+def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedRows:
+    ids = [[*each.prompt, *each.completion] for each in found]
+    learned = [[False] * len(each.prompt) + [True] * len(each.completion) for each in found]
+    sampled = [[0.0] * len(each.prompt) + each.logps for each in found]
+    return TokenizedRows(
+        np.concatenate(ids).astype(np.int32),
+        np.concatenate(learned),
+        np.cumsum([0, *map(len, ids)]),
+        np.arange(len(found)),
+        advantages=np.array(advantages, np.float32),
+        sampled_logps=np.concatenate(sampled).astype(np.float32),
+    )
+
+
+def run_on(base: Path, start: Path, output: Path, **changed: Any) -> dict[str, Any]:
+    """The options of a run whose steps have all answers."""
+    own = {"batch_size": PROMPTS * ANSWERS, "num_generations": ANSWERS, "max_completion_length": LONGEST}
+    own |= {"objective": "grpo", "rewards": "length", "train_type": "lora", "precision": "fp32", "adapter": start}
+    usual = {"optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "context_length": 64, "quant_cache": "off"}
+    return {"model_name": base, "output_dir": output, "num_epochs": STEPS, **own, **usual, **changed}
+
+
+def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence[float]]]) -> int:
+    """Take the steps of some runs, given by their options, on every rank; what they find goes to output_dir.
+
+    Args:
+        advantages: of each run, generation and answer.
+    """
+    from fsdp_qlora.control.stops import Control
+    from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.planning.plan import Machine, place, plan_model
+    from fsdp_qlora.planning.run_plan import Plan
+    from fsdp_qlora.planning.run_rows import make_schedule
+    from fsdp_qlora.ranks.process_group import connect, start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model
+    from fsdp_qlora.run.options import parse_train_config
+
+    ranks = read_ranks("cpu")
+    set_up_logging(ranks, verbose=False)
+    store = connect(ranks)
+    ready = []
+    for options in runs:
+        # Where ranks share rows, which is refused as long as no engine does, the numbers are the same too.
+        size = options.pop("context_parallel_size", 1)
+        config = dataclasses.replace(parse_train_config(flags(**options)), context_parallel_size=size)
+        plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
+        ready.append((config, plan, fetch_weights(config, plan, ranks, store)))
+    start_process_group(ranks, store)
+    for (config, plan, weights), own in zip(ready, advantages, strict=True):
+        load_model(config, plan, weights, ranks)
+        table = table_of(answers(0), own[0])
+        data = RunData(table, np.arange(len(table)))
+        schedule = make_schedule(dataclasses.replace(config, objective="sft"), data, plan.layout.data_size)
+        trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks, Control())
+        take_steps(trainer, config, own)
+    stop_process_group()
+    return 0
+
+
+def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]]) -> None:
+    from fsdp_qlora.adapters.first_values import LiveValues, saved_parameters
+    from fsdp_qlora.data.schedule import StepRows
+    from fsdp_qlora.training.policy import token_logprobs
+
+    records = []
+    for step in range(STEPS):
+        generation, is_again = divmod(step, config.num_iterations)
+        if not is_again:
+            table = table_of(answers(generation), advantages[generation])
+            if config.num_iterations > 1 or config.correct_mismatch:
+                table = dataclasses.replace(table, old_logps=token_logprobs(trainer.forward, table))
+        records.append(trainer.train_step(StepRows(step, table, np.arange(len(table)))))
+    found = dict(saved_parameters(trainer.model, LiveValues(trainer.model, keeps=True)))
+    if trainer.ranks.is_rank_0:
+        folder = Path(config.output_dir)
+        folder.mkdir(parents=True)
+        (folder / "metrics.json").write_text(json.dumps(records))
+        save_file({name: value.contiguous() for name, value in found.items()}, folder / "adapter_model.safetensors")
