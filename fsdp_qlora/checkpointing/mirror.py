@@ -1,8 +1,8 @@
 """Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
 
 A mirror is a folder, a URL that fsspec opens, a remote of rclone, or a private repository on the Hugging Face hub. It
-holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl and checkpoints/. A checkpoint there is
-complete once its manifest is there, which is copied last (on the hub, in one commit with the rest).
+holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A checkpoint
+there is complete once its manifest is there, which is copied last (on the hub, in one commit with the rest).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import MANIFEST, staging_folder
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
+from fsdp_qlora.metrics.sinks import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.storage.files import (
     flush,
@@ -40,7 +40,7 @@ from fsdp_qlora.storage.files import (
 
 log = logging.getLogger("fsdp_qlora")
 
-_RECORDS = (METRICS_FILE, SAMPLES_FILE)
+_RECORDS = (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE)
 # A remote that does not answer must not delay the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 

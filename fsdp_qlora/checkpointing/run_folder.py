@@ -32,7 +32,7 @@ _STATUS_SECONDS = 10.0  # between two writes of status.json
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "samples.jsonl",
+    "rollouts.jsonl", "samples.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
     "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, ".from_mirror",
 )  # fmt: skip

@@ -73,6 +73,7 @@ class DataOptions:
     row_kind: RowKind = TEXTS
     """The kind of rows that the objective learns from."""
     rating_threshold: float | None = None
+    max_completion_length: int = 0
     images: ImageProcessor | None = None
     """The model's processor of images, if it has one; no option."""
 
@@ -200,8 +201,10 @@ def prepare_data(
         eval_sets = dict(zip(eval_names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
     provenance = {
         "prompt": record_of(reports[0], options),
-        "data": list(map(_describe, options.dataset, reports, counts)),
-        "eval_data": list(map(_describe, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])),
+        "data": list(map(describe_dataset, options.dataset, reports, counts)),
+        "eval_data": list(
+            map(describe_dataset, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])
+        ),
     }
     all_reports = tuple(reports), tuple(eval_reports)
     length, images = options.longest_row, options.images
@@ -255,7 +258,7 @@ def _prepare_each(
     return parts, reports
 
 
-def _describe(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
+def describe_dataset(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
     """A dataset for the result's card: by its name alone if it is a local path."""
     path = Path(sources.parse_name(dataset).name).expanduser()
     name = path.resolve().name if path.exists() else dataset

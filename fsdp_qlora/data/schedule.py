@@ -74,6 +74,10 @@ class Schedule:
     """Take as many rows into a micro-batch as fit batch_size x context_length tokens. Not with padding."""
     context_length: int = 0
     """The most tokens of a row; used by packing."""
+    num_generations: int = 1
+    """Rows that are made of each one to train on: answers to a prompt, all in one step."""
+    num_iterations: int = 1
+    """Steps in a row with the same rows."""
 
     @property
     def global_batch_size(self) -> int:
@@ -106,7 +110,8 @@ class Schedule:
             epoch, index = divmod(step, self.steps_per_epoch)
             if index == 0 or step == first:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
-            yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+            size, index = self.global_batch_size // self.num_generations, index // self.num_iterations
+            yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
 
     def rounds(self, rows: np.ndarray, lengths: np.ndarray) -> list[Round]:
         """Split rows into micro-batches, in the order in which the ranks compute them together.
@@ -169,7 +174,8 @@ class Schedule:
 class StepRows:
     """The rows of one optimizer step on all ranks.
 
-    position: where the source continues after them, as JSON for a checkpoint; empty where the step says it.
+    position: where the source continues after them, as JSON for a checkpoint; empty where the step says it. metrics: of
+    the rows, for the step's record.
     """
 
     step: int
@@ -177,6 +183,7 @@ class StepRows:
     rows: np.ndarray
     """Indices of rows of `table`, int64."""
     position: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_targets(self) -> int:

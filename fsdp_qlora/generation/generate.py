@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -61,17 +62,21 @@ class Draws:
     """
 
     def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
-        self._warpers = [TemperatureLogitsWarper(float(options.temperature)), TopPLogitsWarper(float(options.top_p))]
-        self._sources = [torch.Generator().manual_seed(derive_seed("generate", options.seed, each)) for each in numbers]
+        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
+        self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
+        self._seeds = [derive_seed("generate", options.seed, each) for each in numbers]
+        self._sources: list[torch.Generator] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for warper in self._warpers:
             scores = warper(input_ids, scores)
-        probabilities = scores.softmax(dim=-1).cpu()
-        drawn = [
-            torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, self._sources, strict=True)
-        ]
-        return torch.full_like(scores, -torch.inf).scatter(1, torch.stack(drawn).to(scores.device), 0.0)
+        self._sources = self._sources or [torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds]
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, own in zip(noise, self._sources, strict=True):
+            row.exponential_(generator=own)
+        # The first of exponential variables whose rates are the probabilities, as in torch.multinomial.
+        drawn = (scores.float().softmax(dim=-1) / noise).argmax(dim=-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
 @dataclass

@@ -138,7 +138,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
         row = {"prompt": row} if isinstance(row, str) else row
         if isinstance(row, dict) and (row.get("images") or row.get("image")):
             raise UserError(f"{path}:{number} shows images, and answers are generated to text alone.")
-        asked = _question_of(row)
+        asked = question_of(row)
         if asked is None:
             raise UserError(f"{path}:{number} has no question: give messages, or {', '.join(_INSTRUCTION)}.")
         found.append((row, asked))
@@ -147,7 +147,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
     return found
 
 
-def _question_of(row: Any) -> Question | None:
+def question_of(row: Any) -> Question | None:
     if not isinstance(row, dict):
         return None
     messages = row.get("messages")

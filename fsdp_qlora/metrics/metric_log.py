@@ -24,6 +24,7 @@ from tqdm import tqdm
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import (
     METRICS_FILE,
+    ROLLOUTS_FILE,
     SAMPLES_FILE,
     Record,
     Sink,
@@ -66,7 +67,8 @@ class MetricLog:
         if not self._sinks:
             return
         record = plain(record)
-        seconds, num_left = record.get("step_seconds") or 0.0, max(self._total_steps - record["step"], 0)
+        num_left = max(self._total_steps - record["step"], 0)
+        seconds = sum(record.get(name) or 0.0 for name in ("step_seconds", "generation_seconds"))
         self._num_steps += 1
         if self._num_steps > 1:
             self._recent.append(seconds)
@@ -154,6 +156,7 @@ COLUMNS: dict[str, str] = {
     "loss": "loss {:7.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "perplexity": "perplexity {:.2f}",
+    "reward": "reward {:.4f}",
     "rewards/accuracies": "accuracy {:.3f}",
     "rewards/margins": "margin {:.4f}",
     "grad_norm": "grad_norm {:8.4f}",
@@ -163,9 +166,9 @@ COLUMNS: dict[str, str] = {
     "memory_gib": "{:6.2f} GiB",
     "num_target_tokens": "{:,} target tokens",
 }
-REWARDS = ("rewards/accuracies", "rewards/margins")  # of preference objectives
+REWARDS = ("reward", "rewards/accuracies", "rewards/margins")  # of sampled answers, and of preferences
 STEP_COLUMNS = ("epoch", "loss", *REWARDS, "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
-BAR_COLUMNS = ("loss", "rewards/accuracies", "lr", "tokens_per_second")
+BAR_COLUMNS = ("loss", *REWARDS[:2], "lr", "tokens_per_second")
 # In a narrow terminal the bar is cut first and then the end, where the time is.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 EVALUATION_COLUMNS = ("epoch", "eval_loss", "perplexity", *REWARDS, "num_target_tokens")
@@ -231,8 +234,8 @@ class JsonlSink(Sink):
 
 
 def copy_records(source: Path, output_dir: Path) -> None:
-    """Start metrics.jsonl and samples.jsonl as copies of the parent run's, if there are any."""
-    for name in (METRICS_FILE, SAMPLES_FILE):
+    """Start metrics.jsonl, samples.jsonl and rollouts.jsonl as copies of the parent run's, if there are any."""
+    for name in (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE):
         if (source / name).is_file():
             with staged_file(output_dir / name) as partial:
                 shutil.copyfile(source / name, partial)

@@ -23,6 +23,7 @@ Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"  # of a run that learns from its own answers
 
 
 @dataclass(frozen=True)

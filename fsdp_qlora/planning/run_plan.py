@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN, is_finished
+from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
@@ -28,12 +29,15 @@ from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.model import models
 from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, place, plan_model
+from fsdp_qlora.planning.generation import Generation, plan_generation
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, least_free, place, plan_model
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.planning.speed import describe_exchange
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import all_gather_via_store
+from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
+from fsdp_qlora.rollouts.rewards import Reward, load_rewards
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.storage.files import read_json
 
@@ -52,6 +56,10 @@ class Plan:
     """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
     """The tasks of --eval_tasks."""
+    rewards: tuple[Reward, ...] = ()
+    """The functions of --rewards."""
+    generation: Generation | None = None
+    """How the run's own model answers its prompts."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Options that auto replaces, and the context_length that the rows decide."""
 
@@ -66,6 +74,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     machine.data_size(config.context_size)  # before any long work
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
+    rewards = tuple(load_rewards(config.rewards))
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
     config = with_kept_context(config, ranks, store)
@@ -83,7 +92,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     asked = tuple(question for _, question in questions)
     placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
-    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
+    generation = None
+    if isinstance(data, PromptData) and not config.rollout_url:
+        free = least_free(machine, "the memory for generation", store)
+        longest_row = int(data.train.lengths.max())
+        generation = plan_generation(placed, schedule.global_batch_size, longest_row, free)
+    warmup_steps = num_warmup_steps(config, schedule)
+    plan = Plan(placed, data, schedule, warmup_steps, asked, tasks, rewards, generation, chosen)
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
@@ -96,8 +111,14 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
     if not model.meta.parts.towers:
         options = dataclasses.replace(options, images=None)
-    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
+    data = prepare(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
     return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def prepare(tokenizer: PreTrainedTokenizerBase, options: DataOptions, **limits: Any) -> RunData:
+    """The rows of the objective's kind. limits: vocab_size and longest, as for `prepare_data`."""
+    read = read_prompts if options.row_kind == PROMPTS else prepare_data
+    return read(tokenizer, options, **limits)
 
 
 def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:
@@ -153,6 +174,10 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         log.info("Rows are padded, as with --batching padded: some have images.")
     for line in (plan.schedule.describe(plan.warmup_steps), *model.notes):
         log.info("%s", line)
+    if plan.generation:
+        num_prompts = plan.schedule.global_batch_size // plan.schedule.num_generations
+        num_left = len(data.train_rows) % num_prompts
+        log.info("%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left))
     where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"
     on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
     memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)

@@ -15,6 +15,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import can_share
 from fsdp_qlora.planning.plan import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
+from fsdp_qlora.rollouts.prompts import PromptData
 
 _TOKENS = 10e6  # to train on, where no dataset is known
 
@@ -48,10 +49,34 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         rows_per_step=rows_per_step,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,
+        num_generations=config.num_generations if isinstance(data, PromptData) else 1,
+        num_iterations=config.num_iterations if isinstance(data, PromptData) else 1,
     )
+    if isinstance(data, PromptData):
+        return _of_answers(schedule)
     if rows is not None:
         return schedule
     return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
+
+
+def _of_answers(schedule: Schedule) -> Schedule:
+    """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of the prompts."""
+    rows, each = schedule.global_batch_size, schedule.num_generations
+    if rows % each:
+        divisors = ", ".join(str(number) for number in range(2, rows + 1) if rows % number == 0)
+        raise UserError(
+            f"num_generations: a step learns from {rows} answers (batch_size x gradient_accumulation_steps x ranks), "
+            f"which are no whole groups of {each}. Give {divisors or 'more answers'}, or a multiple of {each} "
+            "answers."
+        )
+    per_step = rows // each
+    if schedule.num_rows < per_step:
+        raise UserError(
+            f"dataset: an optimizer step needs {per_step} prompts ({rows} answers, {each} to each), and there are "
+            f"{schedule.num_rows}. Give more prompts or a smaller --gradient_accumulation_steps."
+        )
+    num_rows = schedule.num_rows // per_step * rows * schedule.num_iterations
+    return dataclasses.replace(schedule, num_rows=num_rows)
 
 
 class RunRows:

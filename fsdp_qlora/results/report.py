@@ -26,7 +26,15 @@ from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
+from fsdp_qlora.metrics.sinks import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    SAMPLES_FILE,
+    numbers_in,
+    parse_record,
+    plain,
+    read_records,
+)
 from fsdp_qlora.output.redact import redact, redact_values
 from fsdp_qlora.storage.files import read_json, refusal_named, staged_file, write_json
 
@@ -39,9 +47,11 @@ _PARTS = Path(__file__).resolve().parent
 _MOST_POINTS = 1200  # of a curve: more than a screen has
 _MOST_SAMPLES = 400
 _MOST_CHARACTERS = 4000  # of a sample
-_REWARDS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+_TAIL = 2**20  # bytes of a file, in which its last line is
+_REWARDS = ("reward", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+_OF_ANSWERS = ("completions/mean_length", "completions/clipped_ratio", "entropy", "kl")
 _SUMS = {"tokens": "num_tokens", "learned": "num_target_tokens", "seconds": "step_seconds", "skipped": "skipped"}
-_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS)
+_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS, *_OF_ANSWERS)
 
 
 class Facts:
@@ -121,7 +131,7 @@ def read_run(folder: Path) -> RunRecord:
         totals=_totals(steps),
         settings=_settings(folder / CONFIG_FILE),
         facts=redact_values(read_json(folder / FACTS_FILE)),
-        samples=redact_values(_samples(folder / SAMPLES_FILE)),
+        samples=redact_values(_samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)),
     )
 
 
@@ -178,6 +188,27 @@ def _samples(path: Path) -> list[dict[str, Any]]:
     ]
     half = _MOST_SAMPLES // 2
     return rows if len(rows) <= _MOST_SAMPLES else rows[:half] + rows[-half:]
+
+
+def _answers(path: Path) -> list[dict[str, Any]]:
+    """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
+    lines = []
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        size = path.stat().st_size
+        lines.append(file.readline())
+        file.seek(size // 2)
+        lines += [file.readline() and file.readline()]
+        file.seek(max(0, size - _TAIL))
+        lines += file.readlines()[-1:]
+    return [
+        {
+            "step": record["step"],
+            "prompt": str(record["prompt"])[:_MOST_CHARACTERS],
+            "text": f"{record['completion'][:_MOST_CHARACTERS]}\n\nreward {record['reward']}",
+        }
+        for line in dict.fromkeys(lines)
+        if (record := parse_record(line))
+    ]
 
 
 def _number(value: object) -> float:

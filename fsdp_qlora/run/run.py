@@ -29,11 +29,10 @@ from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
-from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.schedule import RowsInMemory
 from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.errors import NotFinite, RankError, RunStopped, UserError
-from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.errors import NotFinite, RankError, RewardError, RunStopped, UserError
+from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import Weights
@@ -44,7 +43,7 @@ from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.plan import PlacedModel, check_resources
-from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, with_kept_context
+from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.process_group import (
     check_agreement,
@@ -57,6 +56,7 @@ from fsdp_qlora.ranks.ranks import Ranks, derive_seed, read_ranks, set_up_loggin
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.results.write import check_uploads, leave_result, push_result, save_result
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
+from fsdp_qlora.run.rollouts import open_source, stops_of
 from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.storage.files import fingerprint_files, record_of
@@ -137,7 +137,7 @@ def show_samples(config: TrainConfig) -> str:
     options = data_options(config, folder, tokenizer)
     model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     longest = models.most_positions(model_config)
-    data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
+    data = prepare(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
         describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)
@@ -180,8 +180,8 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
             with recorder.watching():
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
-                train(trainer, plan.data, progress, recorder)
-        except (RunStopped, NotFinite) as error:
+                train(trainer, plan.data, open_source(config, plan, trainer, folder), progress, recorder)
+        except (RunStopped, NotFinite, RewardError) as error:
             if config.save_model:
                 leave_result(form, folder, ranks)
             if isinstance(error, RunStopped) and error.ending.state == "over_budget":
@@ -249,7 +249,7 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     samples = measure_tasks = measured = None
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
-        stops = Stops(tokenizer, model, prompt_format.stop_text)
+        stops = stops_of(tokenizer, model, plan.data.provenance["prompt"])
         generator = TextGenerator(model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS))
         samples = Samples(plan.questions, prompt_format, generator, folder)
         prompt_format.close()

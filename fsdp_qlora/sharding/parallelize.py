@@ -325,6 +325,25 @@ def gathered(modules: Sequence[nn.Module], *, is_used: bool) -> Iterator[None]:
         module.reshard()
 
 
+@contextlib.contextmanager
+def kept_gathered(model: PreTrainedModel) -> Iterator[None]:
+    """In this block blocks keep the weights that their first forward pass gathers, for many without gradients.
+
+    For strategies that free a block's weights after its forward pass.
+    """
+    groups = [
+        module for module in (*find_blocks(model), model.get_input_embeddings()) if isinstance(module, FSDPModule)
+    ]
+    for module in groups:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in groups:
+            module.set_reshard_after_forward(True, recurse=False)
+        reshard_all(model)
+
+
 def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
     """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
+from fsdp_qlora.data.schedule import RowSource
+from fsdp_qlora.errors import NotFinite, RewardError, RunStopped, TrainingError
 from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
@@ -48,11 +49,11 @@ def gc_frozen() -> Iterator[None]:
 
 
 @gc_frozen()
-def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> None:
+def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress, observer: Observer) -> None:
     """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
 
     Args:
-        progress: where to start; updated after each step.
+        data: the rows to evaluate on. source: of those to train on. progress: where to start; updated after each step.
     Raises:
         RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
@@ -64,35 +65,42 @@ def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observe
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
-    for rows in data.source.steps(schedule, first=progress.step, position=progress.stream):
-        if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
-            break
-        try:
+    with _saved_before_failing(progress, observer):
+        for rows in source.steps(schedule, first=progress.step, position=progress.stream):
+            if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
+                break
             record = trainer.train_step(rows)
-        except NotFinite:
-            observer.save(progress)  # of the previous step, so that no progress is lost
-            raise
-        usual_loss = progress.add_step(record)
-        progress.stream = dict(rows.position)
-        progress.loss_scale = trainer.loss_scale.state()
-        observer.stepped(progress, record)
-        if usual_loss is not None:
-            log.warning(
-                "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
-                progress.step, record["loss"], usual_loss, rows.table.describe_numbers(rows.rows),
-            )  # fmt: skip
-        if progress.num_skipped > most_skipped:
-            raise TrainingError(
-                f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
-                f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
-            )
-        is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
-        is_best = is_best and _evaluate(trainer, data, progress, observer)
-        _stop_if_asked(control, progress, observer)
-        if is_best or control.save or observer.is_save_due(progress.step):
-            observer.save(progress, wait=False)
-        trainer.heartbeat.beat(progress.step, "rows")
+            usual_loss = progress.add_step(record)
+            progress.stream = dict(rows.position)
+            progress.loss_scale = trainer.loss_scale.state()
+            observer.stepped(progress, record)
+            if usual_loss is not None and not rows.metrics:  # of sampled answers it is near 0
+                log.warning(
+                    "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+                    progress.step, record["loss"], usual_loss, rows.table.describe_numbers(rows.rows),
+                )  # fmt: skip
+            if progress.num_skipped > most_skipped:
+                raise TrainingError(
+                    f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
+                    f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
+                )
+            is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
+            is_best = is_best and _evaluate(trainer, data, progress, observer)
+            _stop_if_asked(control, progress, observer)
+            if is_best or control.save or observer.is_save_due(progress.step):
+                observer.save(progress, wait=False)
+            trainer.heartbeat.beat(progress.step, "rows")
     observer.save(progress)
+
+
+@contextlib.contextmanager
+def _saved_before_failing(progress: Progress, observer: Observer) -> Iterator[None]:
+    """Save a checkpoint of the previous step before an error that is no fault of the weights, so that none is lost."""
+    try:
+        yield
+    except (NotFinite, RewardError):
+        observer.save(progress)
+        raise
 
 
 def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:

@@ -107,6 +107,7 @@ class Trainer:
             **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
             **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
             "num_target_tokens": data.num_targets,
+            **data.metrics,
             **self.objective.means(sums, totals),
             **self._size_and_speed(data, rounds, time.perf_counter() - started),
             "memory_gib": self._memory_record(memory),

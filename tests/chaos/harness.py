@@ -217,7 +217,15 @@ def adapter(output_dir: Path) -> str:
 
 
 # What may differ between two runs with equal numbers, and what depends on how rows are split.
-_TIMES = {"tokens_per_second", "step_seconds", "memory_gib", "useful_of_computed", "useful_of_lock_step", "recompute"}
+_TIMES = {
+    "tokens_per_second",
+    "step_seconds",
+    "generation_seconds",
+    "memory_gib",
+    "useful_of_computed",
+    "useful_of_lock_step",
+    "recompute",
+}
 
 
 def numbers(output_dir: Path) -> list[dict[str, Any]]:

@@ -344,9 +344,9 @@ def lose_memory_with_few_recomputing() -> None:
 
     train, original = fsdp_qlora.run.run.train, Trainer._loss
 
-    def train_after_probes(trainer: Trainer, data: Any, progress: Any, recorder: Any) -> None:
-        fit.fit_on_gpu(trainer, data.source, block_bytes=1, too_few=recorder.guard.start.too_few)
-        train(trainer, data, progress, recorder)
+    def train_after_probes(trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any) -> None:
+        fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.guard.start.too_few)
+        train(trainer, data, source, progress, recorder)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:
         keeps_all = not any(block.is_on for block in recomputed_blocks(self.model))

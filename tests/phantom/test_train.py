@@ -47,6 +47,15 @@ CASES: dict[str, Case] = {
     "everything left to auto": Case({"recompute": "auto", "sharding_strategy": "auto"}),
     "embeddings and head trained": Case({"modules_to_save": "embed_tokens,lm_head", **OFFLOAD}),
     "dropout, LoRA+": Case({"deterministic": True, "lora_dropout": 0.1, "loraplus_lr_ratio": 16}),
+    "answers of the model itself": Case(
+        {
+            "objective": "grpo",
+            "rewards": "length:4",
+            "num_generations": 2,
+            "max_completion_length": 8,
+            "num_iterations": 2,
+        }
+    ),
     "packing": Case({"batching": "packed", "gradient_accumulation_steps": 4}),
     "padding": Case({"batching": "padded", "gradient_accumulation_steps": 2}),
     "streaming, resumed": Case({"streaming": True, **STOPPED}, then={"streaming": True}),

@@ -1,0 +1,80 @@
+"""rollouts.jsonl: a line for each answer of a run, from which a step's rows are made, fresh or read back."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.metrics.sinks import ROLLOUTS_FILE, parse_record
+from fsdp_qlora.storage.files import staged_file
+
+Answer = dict[str, Any]
+"""A line. step: the first that learns from it, from 1. version: optimizer steps of the weights that gave it. row: the
+number of its prompt in the dataset. prompt, completion: text, or messages. finish: stop, or length if it was cut.
+rewards: by function; reward: their sum, None where no function applies. advantage. prompt_ids, token_ids. old_logps,
+sampled_logps: of token_ids, where they are used."""
+
+
+class RolloutFile:
+    """The file of a run's folder, which rank 0 writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ROLLOUTS_FILE
+
+    def append(self, answers: Sequence[Answer]) -> None:
+        """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
+        lines = "".join(json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n" for answer in answers)
+        try:
+            with self._path.open("ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise TrainingError(f"{self._path} cannot be written: {error.strerror or error}.") from error
+
+    def cut(self, step: int) -> list[Answer]:
+        """Remove the answers of steps after a checkpoint, and what a kill has left of a line; returns the last ones."""
+        last: list[Answer] = []
+        if not self._path.exists():
+            return last
+        with staged_file(self._path) as partial, partial.open("wb") as kept:
+            for line, answer in self._lines():
+                if answer["step"] > step:
+                    break
+                kept.write(line)
+                last = [*(last if last and last[0]["step"] == answer["step"] else ()), answer]
+        return last
+
+    def _lines(self) -> Iterator[tuple[bytes, Answer]]:
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n") or (answer := parse_record(line)) is None:
+                    return
+                yield line, answer
+
+
+def table_of(answers: Sequence[Answer]) -> TokenizedRows:
+    """The rows of a step."""
+    lengths = [(len(each["prompt_ids"]), len(each["token_ids"])) for each in answers]
+    ids = [token for each in answers for token in (*each["prompt_ids"], *each["token_ids"])]
+    return TokenizedRows(
+        np.array(ids, np.int32),
+        np.concatenate([np.repeat([False, True], pair) for pair in lengths]),
+        np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
+        np.array([each["row"] for each in answers], np.int64),
+        advantages=np.array([each["advantage"] for each in answers], np.float32),
+        **{name: _of_tokens(answers, name) for name in ("old_logps", "sampled_logps")},
+    )
+
+
+def _of_tokens(answers: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """A number for each token, 0 for those of prompts; empty where answers have none."""
+    if name not in answers[0]:
+        return np.zeros(0, np.float32)
+    rows = [value for each in answers for value in (*[0.0] * len(each["prompt_ids"]), *each[name])]
+    return np.array(rows, np.float32)

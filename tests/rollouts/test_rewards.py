@@ -1,0 +1,144 @@
+"""Reward functions: the ready ones, the user's own, their failures, and the advantages that follow from them."""
+
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_qlora.errors import RewardError, UserError
+from fsdp_qlora.rollouts.records import RolloutFile
+from fsdp_qlora.rollouts.rewards import Reward, Scorer, load_rewards
+from fsdp_qlora.rollouts.source import advantages, metrics_of
+
+pytestmark = pytest.mark.quick
+
+SAID = ["42", " 42\n", "it is $1,042.50.", "none", "6 x 7 = 42"]
+
+
+def values_of(word: str, completions: list[Any] = SAID, **columns: Any) -> list[float | None]:
+    """What the ready function says of the answers, as a run calls it."""
+    ids = [list(range(len(said))) for said in completions]
+    batch = {"prompts": ["?"] * len(ids), "completions": completions, "completion_ids": ids, **columns}
+    [values] = Scorer(load_rewards([word]), zero_on_error=False, seconds=60).score(batch, range(len(ids))).values()
+    return values
+
+
+def test_ready_functions_score_text_and_messages() -> None:
+    assert values_of("exact_match", answer=["42"] * 5) == [1, 1, 0, 0, 0]
+    assert values_of("number", answer=["40 + 2\n#### 42"] * 5) == [1, 1, 0, 0, 1]
+    assert values_of("number", solution=["1042.5"] * 4 + [None]) == [0, 0, 1, 0, None]
+    assert values_of("regex:<a>.*</a>", ["<a>\n1</a>", "x<a></a>", " <a></a> "]) == [1, 0, 1]
+    assert values_of("length:2", ["", "ab", "abc", "abcd", "abcdefgh"]) == [0, 0, -0.5, -1, -1]
+    messages = [[{"role": "assistant", "content": said}] for said in SAID]
+    assert values_of("exact_match=2", messages, answer=["42"] * 5) == [1, 1, 0, 0, 0]  # weighed later
+    assert values_of("number") == [None] * 5  # nothing is known to be right
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "said"),
+    [
+        (None, "{path}:f", "there is no file"),
+        ("def f(:\n", "{path}:f", "own.py:1 cannot be run: SyntaxError"),
+        ("import os\n\nx = os.nosuch\n", "{path}:f", "own.py:3 cannot be run: AttributeError"),
+        ("def g(): pass\n", "{path}:f", "has no function 'f'. It has: g."),
+        ("f = 3\n", "{path}:f", "has no function 'f'"),
+        ("", "nosuch", "of exact_match, number, regex, length"),
+        ("", "regex:(", "cannot be used"),
+        ("", "length:0", "cannot be used"),
+        ("", "regex", "give regex:PATTERN"),
+        ("", "number:3", "give number."),
+        ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
+    ],
+)
+def test_what_is_no_reward_function_is_named_before_all(tmp_path: Path, text: str, word: str, said: str) -> None:
+    path = tmp_path / "own.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=said.replace("(", r"\(").replace("[", r"\[")):
+        load_rewards(word.format(path=path).split(","))
+
+
+def test_a_file_is_run_once_and_weights_follow_its_functions(tmp_path: Path) -> None:
+    path, log = tmp_path / "own.py", tmp_path / "log"
+    path.write_text(f"open({str(log)!r}, 'a').write('x')\ndef a(**k): ...\ndef b(**k): ...\n")
+    found = load_rewards([f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"])
+    assert [(reward.name, reward.weight) for reward in found] == [("a", 1), ("b", -0.5), ("length", 0.01)]
+    assert log.read_text() == "x"
+
+
+def scored(function: Any, *, zero: bool = False, seconds: float = 60) -> list[float | None]:
+    batch = {"prompts": ["?"] * 3, "completions": list("abc"), "completion_ids": [[1]] * 3, "answer": [1, 0, 2]}
+    scorer = Scorer([Reward("mine", 1.0, function)], zero_on_error=zero, seconds=seconds)
+    return scorer.score(batch, [7, 7, 9])["mine"]
+
+
+def divide(completions: list[str], answer: list[int], **_: Any) -> list[float]:
+    return [1 / each for each in answer]
+
+
+def test_a_function_that_fails_is_named_with_its_row(lines: list[str]) -> None:
+    with pytest.raises(RewardError, match="mine failed at row 7 of the dataset: ZeroDivisionError"):
+        scored(divide)
+    assert scored(divide, zero=True) == [1, 0, 0.5] and "1 answers count as 0" in lines[-1]
+    with pytest.raises(RewardError, match="row 7, 9 of the dataset: ValueError: it returned 2 values for 1 answers"):
+        scored(lambda **_: [1, 2])
+    with pytest.raises(RewardError, match="it returned nan"):
+        scored(lambda completions, **_: [math.nan] * len(completions))
+    with pytest.raises(RewardError, match="TypeError"):
+        scored(lambda **_: 3)
+    with pytest.raises(RewardError, match=r"row 7, 9 .* did not return within --reward_timeout 0.5 s"):
+        scored(lambda **_: time.sleep(30), seconds=0.5)
+    assert scored(lambda **_: time.sleep(30), zero=True, seconds=0.5) == [0, 0, 0]
+    assert scored(lambda completions, **_: [None] * len(completions)) == [None] * 3
+
+
+def test_a_function_that_fails_for_all_together_is_said(lines: list[str]) -> None:
+    def one_by_one(completions: list[str], **_: Any) -> list[float]:
+        [said] = completions
+        return [float(said == "b")]
+
+    assert scored(one_by_one) == [0, 1, 0] and "for all answers together, and for none alone" in lines[-1]
+
+
+def test_advantages_are_by_group_batch_or_difference() -> None:
+    rewards = [[1.0, 0.0, 0.5], [2.0, 2.0, 2.0], [1.0, math.nan, 3.0], [math.nan] * 3]
+    known = [[value for value in group if not math.isnan(value)] for group in rewards]
+    all_of_them = statistics.stdev([value for group in known for value in group])
+    for scale in ("group", "batch", "none"):
+        found = advantages(np.array(rewards), scale)
+        for place, group in enumerate(known):
+            for at, value in enumerate(rewards[place]):
+                difference = 0.0 if math.isnan(value) else value - statistics.fmean(group)
+                spread = all_of_them if scale == "batch" else statistics.stdev(group) if len(group) > 1 else 0
+                divisor = 1 if scale == "none" else spread + 1e-4
+                assert found[place, at] == pytest.approx(difference / divisor, abs=1e-12)
+
+
+def test_metrics_of_answers_have_trls_names_and_values() -> None:
+    def answer(reward: float | None, tokens: int, finish: str) -> dict[str, Any]:
+        return {"reward": reward, "rewards": {"mine": reward}, "token_ids": [0] * tokens, "finish": finish}
+
+    answers = [answer(1, 2, "stop"), answer(0, 4, "length"), answer(1, 3, "stop"), answer(None, 4, "length")]
+    found = metrics_of(answers, 2)
+    assert found["reward"] == found["rewards/mine/mean"] == pytest.approx(2 / 3)
+    assert found["reward_std"] == found["rewards/mine/std"] == pytest.approx(statistics.stdev([1, 0, 1]))
+    lengths = {kind: found[f"completions/{kind}_length"] for kind in ("mean", "min", "max", "mean_terminated")}
+    assert lengths == {"mean": 3.25, "min": 2, "max": 4, "mean_terminated": 2.5}
+    assert found["completions/clipped_ratio"] == 0.5 and found["frac_reward_zero_std"] == 0
+
+
+def test_a_cut_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
+    file = RolloutFile(tmp_path)
+    assert file.cut(3) == []
+    for step in (1, 3, 5):
+        file.append([{"step": step, "completion": "a\u2028b"}, {"step": step, "completion": "c"}])
+    path = tmp_path / "rollouts.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:5]) + whole[5][:9])  # a kill in the middle of a line
+    assert [each["completion"] for each in file.cut(6)] == ["a\u2028b"] and path.read_bytes() == b"".join(whole[:5])
+    assert [each["step"] for each in file.cut(4)] == [3, 3] and path.read_bytes() == b"".join(whole[:4])
+    assert file.cut(0) == [] and not path.read_bytes()

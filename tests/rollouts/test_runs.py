@@ -1,0 +1,183 @@
+"""Runs that learn from their own answers: on several ranks, killed, continued, failing, and whether they learn."""
+
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from fsdp_qlora.checkpointing import checkpoint
+from tests.chaos.harness import KILLED, adapter, numbers, run
+from tests.tiny import ROOT, flags, make_model, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+
+# Two prompts with four answers each in a step.
+OPTIONS: dict[str, Any] = {
+    **{"objective": "grpo", "train_type": "lora", "lora_rank": 4, "precision": "fp32", "lr": 1e-2},
+    **{"num_generations": 4, "max_completion_length": 8, "context_length": 64, "quant_cache": "off"},
+    **{"save_steps": 1, "save_minutes": 0},
+}
+SHORT = (
+    "def short(completions, answer, **_):\n    return [a - len(said) / 10 for said, a in zip(completions, answer)]\n"
+)
+
+
+def inputs(models: Models, folder: Path, *, prompts: int = 8, function: str = SHORT) -> dict[str, Any]:
+    rows = [{"question": f"sort {number}", "answer": number % 3} for number in range(prompts)]
+    (folder / "own.py").write_text(function)
+    dataset = write_rows(folder / "rows.jsonl", rows)  # type: ignore[arg-type]
+    return {**OPTIONS, "model_name": models(), "dataset": dataset, "rewards": f"{folder / 'own.py'}:short"}
+
+
+def lines_of(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+def test_answers_are_the_same_on_one_and_two_ranks(models: Models, tmp_path: Path) -> None:
+    options = {**inputs(models, tmp_path), "num_iterations": 2, "max_steps": 4}
+    for ranks, rows in ((1, 8), (2, 4)):
+        said = train_ok(ranks, tmp_path / str(ranks), **options, gradient_accumulation_steps=rows)
+    assert "4 answers to each of 2 prompts for a step, of 4 on a rank 4 at a time" in said
+    assert "weights stay gathered" in said
+    one, two = (lines_of(tmp_path / ranks) for ranks in "12")
+    assert len(one) == 16 and {line["version"] for line in one} == {0, 2}
+    for first, second in zip(one, two, strict=True):
+        logps = [torch.tensor(line.pop("old_logps")) for line in (first, second)]
+        torch.testing.assert_close(*logps, atol=1e-5, rtol=1e-5)
+        assert first == second
+    for name in ("loss", "reward", "entropy", "grad_norm"):
+        of_both = [torch.tensor(read_metrics(tmp_path / ranks, name)) for ranks in "12"]
+        torch.testing.assert_close(*of_both, atol=1e-5, rtol=1e-4)
+    # The second step on the same answers is of another policy.
+    assert read_metrics(tmp_path / "1", "reward")[::2] == read_metrics(tmp_path / "1", "reward")[1::2]
+
+
+FAILING = """
+def short(completions, answer, prompts, **_):
+    if "sort 6" in prompts:
+        answer = ["none" if asked == "sort 6" else a for a, asked in zip(answer, prompts)]
+    return [a - len(said) / 10 for said, a in zip(completions, answer)]
+"""
+
+
+def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tmp_path: Path) -> None:
+    out, mirror = tmp_path / "out", tmp_path / "mirror"
+    options = {**inputs(models, tmp_path, function=FAILING), "output_dir": out, "mirror": mirror}
+    options |= {"save_steps": 0, "log_to": "stdout"}
+    options |= {"gradient_accumulation_steps": 4, "num_iterations": 2}
+    said = run(options, tmp_path / "first", [1, 1])
+    assert said.count("The reward function short failed at row 7 of the dataset: TypeError") == 2
+    kept = [line["step"] for line in lines_of(mirror)]
+    assert kept == [step for step in range(1, kept[-1] + 1, 2) for _ in range(8)] and 1 <= kept[-1] < 7
+    assert list(checkpoint.published(out / "checkpoints")) == [kept[-1] + 1]
+    # On another machine, with the mirror alone.
+    shutil.rmtree(out)
+    said = run({**options, "on_reward_error": "zero"}, tmp_path / "second")
+    assert f"Resuming at step {kept[-1] + 1}" in said and "4 answers count as 0" in said
+    assert [line["step"] for line in lines_of(out)] == [step for step in (1, 3, 5, 7) for _ in range(8)]
+    zeros = [line["rewards"]["short"] == 0 for line in lines_of(out) if line["row"] == 7]
+    assert zeros == [True] * 4
+
+
+def kill_at(phase: str, number: int) -> None:
+    """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor gives one."""
+    from fsdp_qlora.control.clock import Heartbeat
+
+    left, beat = iter(range(number, 0, -1)), Heartbeat.beat
+
+    def counted(self: Heartbeat, step: int, now: str) -> None:
+        if now == phase and next(left, 0) == 1:
+            KILLED()
+        beat(self, step, now)
+
+    Heartbeat.beat = counted  # type: ignore[method-assign]
+
+
+# "rows" is while answers are generated, too.
+MOMENTS = {"rows": (10, 30), "compute": (6, 20), "save": (90, 200), "update": (1, 3), "exchange": (2, 3)}
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_gives_the_same_bytes(models: Models, tmp_path: Path) -> None:
+    options = {**inputs(models, tmp_path, prompts=6), "gradient_accumulation_steps": 4, "num_iterations": 2}
+    options |= {"num_epochs": 2}
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run({**options, "output_dir": whole}, tmp_path / "reference")
+    choose, said = random.Random(5), ""
+    for phase, numbers_of in MOMENTS.items():
+        killed = {"fault": kill_at, "arguments": (phase, choose.randint(*numbers_of))}
+        said += run({**options, "output_dir": out}, tmp_path / phase, [-9, -9], **killed)
+    said += run({**options, "output_dir": out}, tmp_path / "last")
+    assert re.search(r"Resuming at step \d*[13579]\b", said)  # in the middle of a generation
+    assert (out / "rollouts.jsonl").read_bytes() == (whole / "rollouts.jsonl").read_bytes()
+    assert adapter(out) == adapter(whole) and numbers(out) == numbers(whole)
+
+
+def make_letters(folder: Path) -> dict[str, Any]:
+    """A tiny model of eight letters, four digits and a stop, and prompts that ask for 1 to 4 letters."""
+    tokens = ["<s>", "</s>", *"abcdefgh1234."]
+    sizes = {"vocab_size": len(tokens), "max_position_embeddings": 64, "pad_token_id": None}
+    model = make_model(folder / "model", **sizes)
+    tokenizer = Tokenizer(BPE({token: number for number, token in enumerate(tokens)}, []))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(model)
+    write_rows(folder / "rows.jsonl", [{"prompt": f"{n}.", "letters": n} for n in range(1, 5)])  # type: ignore[dict-item]
+    (folder / "own.py").write_text(
+        "def as_many(completions, letters, **_):\n"
+        "    said = [''.join(said.split()) for said in completions]\n"
+        "    return [float(len(s) == n and s.isalpha()) for s, n in zip(said, letters)]\n"
+    )
+    return {"model_name": model, "dataset": folder / "rows.jsonl", "rewards": f"{folder / 'own.py'}:as_many"}
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_answer_with_as_many_letters(tmp_path: Path) -> None:
+    options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
+    options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}
+    options |= {"num_epochs": 80, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "train.py")]
+    done = subprocess.run([*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rewards = read_metrics(tmp_path / "out", "reward")
+    assert rewards[0] < 0.1 and sum(rewards[-8:]) / 8 > 0.9, rewards
+    page = (tmp_path / "out" / "report.html").read_text()
+    data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    [of_run] = data["runs"]
+    assert of_run["steps"]["reward"][-1] == pytest.approx(rewards[-1]) and len(of_run["steps"]["reward"]) == 80
+    samples = of_run["samples"]
+    assert [sample["step"] for sample in samples] == sorted({1, samples[1]["step"], 80}) and len(samples) == 3
+    assert all("reward" in sample["text"] for sample in samples)
+
+
+@pytest.mark.nightly
+def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "demo_model.py"), "--output_dir", str(tmp_path / "model")]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    rows = [
+        {
+            "question": f"Anna has {n} apples and buys {n + 3} more. How many apples has she now?",
+            "answer": f"{n} + {n + 3} = {2 * n + 3}\n#### {2 * n + 3}",
+        }
+        for n in range(2, 34)
+    ]
+    options = {**OPTIONS, "train_type": "qlora", "rewards": "number,length:32=0.1", "max_completion_length": 48}
+    options |= {"model_name": tmp_path / "model", "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
+    options |= {"context_length": 256, "gradient_accumulation_steps": 8, "max_steps": 3, "lr": 1e-5}
+    train_ok(2, tmp_path / "out", **{**options, "save_steps": 0})
+    assert len(read_metrics(tmp_path / "out", "rewards/number/mean")) == 3
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    before = base(torch.arange(5, 25)[None]).logits
+    tuned = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert not torch.equal(tuned(torch.arange(5, 25)[None]).logits, before)
