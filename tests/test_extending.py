@@ -5,8 +5,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import pytest
 from safetensors import safe_open
 
+from fsdp_qlora.rollouts import ready, rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
@@ -26,7 +28,9 @@ def places(section: str) -> dict[str, list[str]]:
 
 
 def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
-    assert list(SECTIONS) == ["quantizer", "train type", "preference objective", "dataset format", "metric sink"]
+    assert list(SECTIONS) == [
+        "quantizer", "train type", "preference objective", "reward function", "dataset format", "metric sink",
+    ]  # fmt: skip
     for kind, section in SECTIONS.items():
         listed = places(section)
         assert len(listed) >= 4, kind
@@ -91,6 +95,15 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
     assert json.loads(entry.read_text())["quantizer"] == "float8"
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
+
+
+def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "READY", ready.READY.copy())
+    monkeypatch.setattr(ready, "READY", rewards.READY)
+    exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
+    [found] = rewards.load_rewards(["contains:so it is=0.5"])
+    batch = {"prompts": ["?"] * 2, "completions": ["so it is 3", "3"], "completion_ids": [[1]] * 2}
+    assert rewards.Scorer([found], zero_on_error=False, seconds=9).score(batch, [1, 2]) == {"contains": [1, 0]}
 
 
 def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:
