@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdp_qlora.data.micro_batch import learned_rows
@@ -110,6 +111,33 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(
     assert sum(kept) == 0  # besides the gradient of the hidden states
     assert head_loss.tokens_at_a_time(VOCABULARY, torch.float32) == tokens
     assert head_loss.logits_bytes(TOKENS, VOCABULARY, torch.float32) == tokens * VOCABULARY * 4
+
+
+class NewTensors(TorchDispatchMode):
+    """Notes the elements of each tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+            self.elements += [result.numel()] * (result.untyped_storage().data_ptr() not in given)
+        return result
+
+
+def test_entropies_take_no_further_tensor_as_large_as_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = 32 * VOCABULARY
+    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", chunk * 6)
+    parts = [part.detach() for part in parts_of_a_head(torch.bfloat16)]
+    found = {}
+    for reduction in ("none", "entropy"):
+        with NewTensors() as made:
+            chunked_loss(parts[0].requires_grad_(), *parts[1:], targets_of_tokens(), LogitForm(), reduction=reduction)
+        found[reduction] = [elements for elements in made.elements if elements > chunk // 8]
+    assert found["entropy"] == found["none"] and chunk in found["none"]
 
 
 def test_a_chunk_of_a_large_vocabulary_is_bounded_and_of_whole_tiles() -> None:

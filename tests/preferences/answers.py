@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.data.rows import TokenizedRows
 from tests.tiny import SIZES, flags
@@ -67,6 +70,18 @@ def table_of(found: Sequence[Answer], advantages: Sequence[float]) -> TokenizedR
         advantages=np.array(advantages, np.float32),
         sampled_logps=np.concatenate(sampled).astype(np.float32),
     )
+
+
+def make_adapter(base: Path, folder: Path) -> Path:
+    """An adapter to start from that changes what the base says."""
+    config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+    model.save_pretrained(folder)
+    return folder
 
 
 def run_on(base: Path, start: Path, output: Path, **changed: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.preferences.answers import ANSWERS, CASES, LONGEST, LR, PROMPTS, STEPS, Answer, answers
-from tests.preferences.pairs import sketch, start_adapter
+from tests.preferences.answers import ANSWERS, CASES, LONGEST, LR, PROMPTS, STEPS, Answer, answers, make_adapter
+from tests.preferences.pairs import sketch
 from tests.tiny import make_model
 
 KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
@@ -53,7 +53,7 @@ class Fixed:
 
 def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str, Any]:
     base = make_model(folder / model_type, model_type)
-    adapter = start_adapter(base, folder / f"{model_type}_start")
+    adapter = make_adapter(base, folder / f"{model_type}_start")
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)

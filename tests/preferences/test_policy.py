@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from tests.preferences.answers import CASES, STEPS, learn, run_on
-from tests.preferences.pairs import sketch, start_adapter
+from tests.preferences.answers import CASES, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
+from tests.preferences.pairs import sketch
 from tests.tiny import on_ranks
 
 Models = Callable[..., Path]
@@ -22,7 +25,7 @@ def starts(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """Family -> a model and the adapter to start from."""
     folder = tmp_path_factory.mktemp("starts")
     families = {family for family, _ in CASES.values()}
-    return {family: (models(family), start_adapter(models(family), folder / family)) for family in families}
+    return {family: (models(family), make_adapter(models(family), folder / family)) for family in families}
 
 
 def numbers(output: Path) -> list[dict[str, Any]]:
@@ -47,3 +50,120 @@ def test_five_steps_are_those_of_trl(ranks: int, starts: dict[str, tuple[Path, P
             expected = {key: value for key, value in theirs.items() if key not in OF_REWARDS}
             assert {key: ours[key] for key in expected} == pytest.approx(expected, rel=OFF, abs=OFF), case
         assert sketch(tmp_path / case) == pytest.approx(TRL[case]["adapter"], rel=OFF, abs=OFF), case
+
+
+# --- all at once, in plain torch ---
+
+ALL = {"loss_type": "dr_grpo", "beta": 0.2, "temperature": 0.7, "num_iterations": 2, "epsilon": 0.05}
+ALL |= {"epsilon_high": 0.1, "correct_mismatch": True, "rollout_url": "http://localhost:1"}
+ADVANTAGES = [[(-1) ** i * (0.3 + 0.1 * i) for i in range(12)] for _ in range(STEPS)]
+
+
+def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
+    """The steps of ALL, one answer after the other, with nothing of ours."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), start, is_trainable=True).double()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    begin = [parameter.detach().clone() for parameter in trained]
+
+    def distributions(answer: Any) -> torch.Tensor:
+        ids = torch.tensor([answer.prompt + answer.completion])
+        logits = model(input_ids=ids).logits[0, len(answer.prompt) - 1 : -1] / ALL["temperature"]
+        return logits.log_softmax(dim=-1)
+
+    def logps(answer: Any) -> torch.Tensor:
+        return distributions(answer)[torch.arange(len(answer.completion)), answer.completion]
+
+    @torch.no_grad()
+    def under(values: list[torch.Tensor], found: list[Any]) -> list[torch.Tensor]:
+        now = [parameter.clone() for parameter in trained]
+        for parameter, value in zip(trained, values, strict=True):
+            parameter.copy_(value)
+        logps_of_all = [logps(each) for each in found]
+        for parameter, value in zip(trained, now, strict=True):
+            parameter.copy_(value)
+        return logps_of_all
+
+    steps = []
+    for step in range(STEPS):
+        found = answers(step // 2)
+        if step % 2 == 0:
+            old = under(trained, found)
+        reference, loss, kls, ratios, weights, entropies = under(begin, found), 0.0, [], [], [], []
+        for answer, advantage, before, known in zip(found, ADVANTAGES[0], old, reference, strict=True):
+            spread = distributions(answer)
+            entropies += (-(spread.exp() * spread).sum(dim=-1)).tolist()
+            for i, token in enumerate(answer.completion):
+                ratio = (spread[i, token] - before[i]).exp()
+                better, clipped = ratio * advantage, ratio.clamp(0.95, 1.1) * advantage
+                weight = min(3.0, float((before[i] - answer.logps[i]).exp()))
+                kl = ratio * ((known[i] - spread[i, token]).exp() - (known[i] - spread[i, token]) - 1)
+                loss = loss - min(better, clipped) * weight + 0.2 * kl
+                kls.append(kl.item())
+                ratios.append((ratio.item(), advantage))
+                weights.append(weight)
+        loss = loss / (len(found) * LONGEST)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+        means = {"kl": kls, "entropy": entropies, "sampling/importance_sampling_ratio/mean": weights}
+        means["clip_ratio/low_mean"] = [ratio < 0.95 and advantage < 0 for ratio, advantage in ratios]
+        means["clip_ratio/high_mean"] = [ratio > 1.1 and advantage > 0 for ratio, advantage in ratios]
+        found_means = {name: sum(values) / len(values) for name, values in means.items()}
+        steps.append({"loss": loss.item(), "grad_norm": norm.item(), **found_means})
+    return steps
+
+
+def test_all_options_together_are_their_formulas_in_float64(
+    starts: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    run = run_on(*starts["llama"], tmp_path / "out", **ALL)
+    statuses, said = on_ranks(1, learn, ([run], [ADVANTAGES]), tmp_path / "logs")
+    assert statuses == [0], said[-5000:]
+    expected = in_float64(*starts["llama"])
+    assert all(max(step[f"clip_ratio/{side}_mean"] for step in expected) > 0 for side in ("low", "high"))
+    for ours, exact in zip(numbers(tmp_path / "out"), expected, strict=True):
+        assert {name: ours[name] for name in exact} == pytest.approx(exact, rel=OFF, abs=OFF)
+
+
+# --- however the answers of a step are split ---
+
+# Name -> (ranks, options).
+SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (1, {}),
+    "one by one": (1, {"batch_size": 1, "gradient_accumulation_steps": 12, "recompute": "none"}),
+    "whole logits": (1, {"batch_size": 3, "gradient_accumulation_steps": 4}),
+    "two ranks": (2, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
+    "shared rows": (2, {"batch_size": 4, "gradient_accumulation_steps": 3, "context_parallel_size": 2}),
+    "a rank without rows": (5, {"batch_size": 3, "batching": "padded"}),
+    "shared by two": (4, {"batch_size": 3, "gradient_accumulation_steps": 2, "context_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "most_ranks"),
+    [
+        (ALL, 2),
+        *(pytest.param(each, 5, marks=pytest.mark.slow) for each in (ALL, {"loss_type": "grpo", "beta": 0.04}, {})),
+    ],
+)
+def test_numbers_do_not_depend_on_the_split_of_answers(
+    options: dict[str, Any], most_ranks: int, starts: dict[str, tuple[Path, Path]], models: Models, tmp_path: Path
+) -> None:
+    splits = {name: split for name, (ranks, split) in SPLITS.items() if ranks <= most_ranks}
+    for ranks in {SPLITS[name][0] for name in splits}:
+        runs = []
+        for name in [name for name in splits if SPLITS[name][0] == ranks]:
+            base, start = starts["llama"]
+            base = models("llama", logit_unknown=2.0) if name == "whole logits" else base
+            runs.append(run_on(base, start, tmp_path / name, **options, **splits[name]))
+        statuses, said = on_ranks(ranks, learn, (runs, [ADVANTAGES] * len(runs)), tmp_path / f"logs_{ranks}")
+        assert statuses == [0] * ranks, said[-5000:]
+        assert ranks > 1 or said.count("computed from whole logits") == 1
+    whole = numbers(tmp_path / "whole")
+    kept = {"loss", "grad_norm", "kl", "entropy", "clip_ratio/region_mean"} & whole[0].keys()
+    for name in splits:
+        for ours, expected in zip(numbers(tmp_path / name), whole, strict=True):
+            assert [ours[key] for key in kept] == pytest.approx([expected[key] for key in kept], rel=OFF, abs=OFF), name
