@@ -20,8 +20,9 @@ from tests.preferences.answers import ANSWERS, CASES, LONGEST, LR, PROMPTS, STEP
 from tests.preferences.pairs import sketch
 from tests.tiny import make_model
 
-KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-        "sampling/importance_sampling_ratio/mean", "reward", "reward_std", "frac_reward_zero_std")  # fmt: skip
+KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/", "reward", "frac_", "completions/")
+KEPT += ("sampling/importance_sampling_ratio/mean",)
+LEFT_OUT = ("clip_ratio/low_min", "clip_ratio/high_max")
 
 
 class Fixed:
@@ -88,8 +89,11 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer.train()
     fixed.take_advantages(trainer)
-    logged = [record for record in trainer.state.log_history if "grad_norm" in record]
-    steps = [{key: value for key, value in record.items() if key in KEPT} for record in logged]
+    steps = [
+        {key: value for key, value in record.items() if key.startswith(KEPT) and key not in LEFT_OUT}
+        for record in trainer.state.log_history
+        if "grad_norm" in record
+    ]
     trainer.model.save_pretrained(folder / "trained")
     return {"steps": steps, "advantages": fixed.advantages, "adapter": sketch(folder / "trained")}
 

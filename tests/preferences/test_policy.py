@@ -5,19 +5,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.preferences.answers import CASES, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
+from fsdp_qlora.rollouts.source import advantages, metrics_of
+from tests.preferences.answers import ANSWERS, CASES, END, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
 from tests.preferences.pairs import sketch
 from tests.tiny import on_ranks
 
 Models = Callable[..., Path]
 TRL = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 OFF = 1e-5
-OF_REWARDS = ("reward", "reward_std", "frac_reward_zero_std")
+OF_ANSWERS = ("reward", "frac_", "completions/")
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,12 @@ def starts(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     folder = tmp_path_factory.mktemp("starts")
     families = {family for family, _ in CASES.values()}
     return {family: (models(family), make_adapter(models(family), folder / family)) for family in families}
+
+
+def gains(scale_rewards: str) -> list[list[float]]:
+    """The advantages of the answers of each generation."""
+    rewards = [np.array([each.reward for each in answers(number)]).reshape(-1, ANSWERS) for number in range(STEPS)]
+    return [advantages(each, scale_rewards).ravel().tolist() for each in rewards]
 
 
 def numbers(output: Path) -> list[dict[str, Any]]:
@@ -41,15 +49,35 @@ def test_five_steps_are_those_of_trl(ranks: int, starts: dict[str, tuple[Path, P
         split = {"batch_size": 6 // (1 + number % 2), "gradient_accumulation_steps": 2 * (1 + number % 2) // ranks}
         batching = {"batching": ("padding_free", "padded", "packed")[number % 3]}
         runs.append(run_on(*starts[family], tmp_path / case, **split, **batching, **options))
-    statuses, said = on_ranks(ranks, learn, (runs, [TRL[case]["advantages"] for case in CASES]), tmp_path / "logs")
+    ours_of_cases = [gains(options.get("scale_rewards", "group")) for _, options in CASES.values()]
+    statuses, said = on_ranks(ranks, learn, (runs, ours_of_cases), tmp_path / "logs")
     assert statuses == [0] * ranks, said[-5000:]
     for case in CASES:
         found = numbers(tmp_path / case)
         assert len(found) == len(TRL[case]["steps"]) == STEPS
         for ours, theirs in zip(found, TRL[case]["steps"], strict=True):
-            expected = {key: value for key, value in theirs.items() if key not in OF_REWARDS}
+            expected = {key: value for key, value in theirs.items() if not key.startswith(OF_ANSWERS)}
             assert {key: ours[key] for key in expected} == pytest.approx(expected, rel=OFF, abs=OFF), case
         assert sketch(tmp_path / case) == pytest.approx(TRL[case]["adapter"], rel=OFF, abs=OFF), case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
+    scale, theirs = CASES[case][1].get("scale_rewards", "group"), TRL[case]["advantages"]
+    for ours, expected in zip(gains(scale), theirs, strict=False):
+        assert ours == pytest.approx(expected, abs=OFF)
+    steps = [step for step in TRL[case]["steps"] if "reward" in step]
+    assert len(steps) == len(theirs) > 2
+    for generation, step in enumerate(steps):
+        records = [
+            {
+                **{"token_ids": each.completion, "finish": "stop" if each.completion[-1] == END else "length"},
+                **{"reward": each.reward, "rewards": {"fixed": each.reward}},
+            }
+            for each in answers(generation)
+        ]
+        expected = {key: value for key, value in step.items() if key.startswith(OF_ANSWERS)}
+        assert metrics_of(records, ANSWERS) == pytest.approx(expected, rel=OFF)
 
 
 # --- all at once, in plain torch ---
