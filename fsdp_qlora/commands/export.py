@@ -94,19 +94,12 @@ def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainC
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
-    from fsdp_qlora.loading import hub
-    from fsdp_qlora.model import models
-    from fsdp_qlora.planning.plan import Machine, build_plan
+    from fsdp_qlora.planning.plan import Machine, build_plan, read_model
     from fsdp_qlora.ranks.ranks import read_ranks
 
     needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:
-        folder = hub.find_model_folder(
-            config.model_name, with_weights=needs_weights, with_code=config.trust_remote_code
-        )
+        found = read_model(config, with_weights=needs_weights)
     except UserError as error:
         raise UserError(f"{error} --model_name says where the run's base model is now.") from error
-    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    machine = Machine.of(config, read_ranks("cpu"))
-    return build_plan(config, machine, folder, model_config, tokenizer)
+    return build_plan(config, Machine.of(config, read_ranks("cpu")), *found)

@@ -289,13 +289,6 @@ def at_most_positions(config: PretrainedConfig, length: int) -> int:
     return min(length, most_positions(config) or length)
 
 
-def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
-    """Warn if rows may be longer than the model supports."""
-    longest = most_positions(config)
-    if longest and context_length > longest:
-        log.warning("context_length %d is more than the model's own limit of %d positions.", context_length, longest)
-
-
 def _decoder(model: nn.Module) -> nn.Module:
     """The part that all text passes; a module that transformers did not build is its own."""
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model

@@ -131,27 +131,34 @@ class PlacedModel(ModelPlan):
     reason: str | None = None
 
 
+def read_model(
+    config: TrainConfig, *, with_weights: bool = False, ranks: Ranks | None = None, store: dist.Store | None = None
+) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+    """The model's folder, which is downloaded if needed, its configuration and its tokenizer.
+
+    Args:
+        with_weights, ranks, store: as for `hub.find_model_folder`.
+    """
+    name, trusted = config.model_name, config.trust_remote_code
+    folder = hub.find_model_folder(
+        name, with_weights=with_weights, with_code=trusted, is_preview=config.is_preview, ranks=ranks, store=store
+    )
+    model_config = models.load_config(folder, name, trust_remote_code=trusted)
+    return folder, model_config, models.load_tokenizer(folder, name, trust_remote_code=trusted)
+
+
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
     """Find the model, build it without weights as the train type says, and describe it."""
     # Weights are downloaded last, after all checks that do not need them.
-    folder = hub.find_model_folder(
-        config.model_name,
-        with_weights=False,
-        with_code=config.trust_remote_code,
-        is_preview=config.is_preview,
-        ranks=machine.ranks,
-        store=store,
-    )
-    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    plan = build_plan(config, machine, folder, model_config, tokenizer)
+    plan = build_plan(config, machine, *read_model(config, ranks=machine.ranks, store=store))
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in plan.notes:
         log.info("%s", note)
     describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
-    if config.context_length != "auto":
-        models.warn_of_long_context(model_config, config.longest_row)
+    most = models.most_positions(plan.config)
+    if config.context_length != "auto" and most and config.longest_row > most:
+        log.warning("context_length %d is more than the model's own limit of %d positions.", config.longest_row, most)
     return plan
 
 

@@ -34,7 +34,6 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RewardError, RunStopped, UserError
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
-from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.output.environment import versions
@@ -42,7 +41,7 @@ from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.plan import PlacedModel, check_resources
+from fsdp_qlora.planning.plan import PlacedModel, check_resources, read_model
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.process_group import (
@@ -130,13 +129,8 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
 
 def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
-    folder = hub.find_model_folder(
-        config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
-    )
-    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    options = data_options(config, folder, tokenizer)
-    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    longest = models.most_positions(model_config)
+    folder, model_config, tokenizer = read_model(config)
+    options, longest = data_options(config, folder, tokenizer), models.most_positions(model_config)
     data = prepare(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
