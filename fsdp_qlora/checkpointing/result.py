@@ -60,18 +60,14 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging.mkdir(parents=True)
     write(staging)
     flush_files(staging)
-    for path in sorted(staging.iterdir(), key=_publishing_order):
+    # Configurations after the weights: readers look for them. result.json, which verifies the others, last.
+    for path in sorted(staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)):
         target = output_dir / path.name
         if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
             shutil.rmtree(target)
         path.replace(target)
     staging.rmdir()
     flush(output_dir)
-
-
-def _publishing_order(path: Path) -> tuple[bool, bool, str]:
-    """Configurations after the weights: readers look for them. result.json, which verifies the others, last."""
-    return path.name == RESULT, path.suffix == ".json", path.name
 
 
 def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:

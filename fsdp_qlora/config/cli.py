@@ -14,8 +14,7 @@ import difflib
 import itertools
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -164,7 +163,9 @@ def _parse_one(text: str, hint: Any) -> object:
         return _one_of_types(text, hint)
     if get_origin(hint) is Literal:
         return _choice(text, get_args(hint))
-    return _CONVERTERS[hint](text)
+    if hint is bool:
+        return _bool(text)
+    return text if hint is str else number(hint, text)
 
 
 def _one_of_types(text: str, hint: Any) -> object:
@@ -190,14 +191,6 @@ def _bool(text: str) -> bool:
     if text.lower() not in SWITCH:
         raise ValueError(f"expected true or false, got {text!r}")
     return SWITCH[text.lower()]
-
-
-_CONVERTERS: dict[type, Callable[[str], object]] = {
-    bool: _bool,
-    int: partial(number, int),
-    float: partial(number, float),
-    str: str,
-}
 
 
 # --- unknown names ---

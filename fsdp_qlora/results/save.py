@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,7 +132,8 @@ def save_model(
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
-    gathered = [(name, tensor) for name, tensor in _state(model) if tensor.requires_grad or base is None]
+    tensors = (*model.named_parameters(), *persistent_buffers(model))  # tied ones once
+    gathered = [(canonical_name(name), tensor) for name, tensor in tensors if tensor.requires_grad or base is None]
     forms: dict[str, TensorForm] = {}
     for name, tensor in gathered:
         stored = _as_stored(model, name, torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta"))
@@ -167,12 +168,6 @@ def save_model(
 
     if values.keeps:
         publish_files(output_dir, write)
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the weight files, parameter or persistent buffer), tied ones once."""
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        yield canonical_name(name), tensor
 
 
 def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
