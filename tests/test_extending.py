@@ -98,8 +98,8 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
 
 
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "READY", ready.READY.copy())
-    monkeypatch.setattr(ready, "READY", rewards.READY)
+    monkeypatch.setattr(rewards, "MADE", ready.MADE.copy())
+    monkeypatch.setattr(ready, "MADE", rewards.MADE)
     exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
     [found] = rewards.load_rewards(["contains:so it is=0.5"])
     batch = {"prompts": ["?"] * 2, "completions": ["so it is 3", "3"], "completion_ids": [[1]] * 2}

@@ -37,7 +37,7 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 
 def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
-    rows = data.rows_per_epoch
+    rows, is_answered = data.rows_per_epoch, isinstance(data, PromptData)
     if data.have_images and config.context_size > 1:
         raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
     schedule = config.pick(
@@ -49,10 +49,10 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         rows_per_step=rows_per_step,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,
-        num_generations=config.num_generations if isinstance(data, PromptData) else 1,
-        num_iterations=config.num_iterations if isinstance(data, PromptData) else 1,
+        num_generations=config.num_generations if is_answered else 1,
+        num_iterations=config.num_iterations if is_answered else 1,
     )
-    if isinstance(data, PromptData):
+    if is_answered:
         return _of_answers(schedule)
     if rows is not None:
         return schedule
@@ -62,21 +62,19 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
 def _of_answers(schedule: Schedule) -> Schedule:
     """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of the prompts."""
     rows, each = schedule.global_batch_size, schedule.num_generations
-    if rows % each:
-        divisors = ", ".join(str(number) for number in range(2, rows + 1) if rows % number == 0)
+    prompts, rest = divmod(rows, each)
+    if rest:
+        divisors = ", ".join(str(number) for number in range(2, rows + 1) if rows % number == 0) or "more rows"
         raise UserError(
             f"num_generations: a step learns from {rows} answers (batch_size x gradient_accumulation_steps x ranks), "
-            f"which are no whole groups of {each}. Give {divisors or 'more answers'}, or a multiple of {each} "
-            "answers."
+            f"which are no whole groups of {each}. Give {divisors}, or a multiple of {each} answers."
         )
-    per_step = rows // each
-    if schedule.num_rows < per_step:
+    if schedule.num_rows < prompts:
         raise UserError(
-            f"dataset: an optimizer step needs {per_step} prompts ({rows} answers, {each} to each), and there are "
+            f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {each} to each), and there are "
             f"{schedule.num_rows}. Give more prompts or a smaller --gradient_accumulation_steps."
         )
-    num_rows = schedule.num_rows // per_step * rows * schedule.num_iterations
-    return dataclasses.replace(schedule, num_rows=num_rows)
+    return dataclasses.replace(schedule, num_rows=schedule.num_rows // prompts * rows * schedule.num_iterations)
 
 
 class RunRows:

@@ -37,6 +37,7 @@ from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, mak
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import all_gather_via_store
+from fsdp_qlora.rollouts.prompts import PromptData
 from fsdp_qlora.sharding.model_parts import Offload
 
 log = logging.getLogger("fsdp_qlora")
@@ -258,7 +259,11 @@ class Planner:
     @property
     def _most_rows(self) -> int:
         """In a micro-batch that is tried."""
-        return max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
+        most = max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
+        if isinstance(self.data, PromptData):  # each step has prompts of its own
+            answers = len(self.data.prompts) * self.config.num_generations
+            most = min(most, answers // self.model.machine.data_size(1))
+        return most
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
         """The splits of a step's rows that are tried: the one that is given, and all of few rows."""

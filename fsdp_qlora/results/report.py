@@ -26,15 +26,7 @@ from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import (
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    SAMPLES_FILE,
-    numbers_in,
-    parse_record,
-    plain,
-    read_records,
-)
+from fsdp_qlora.metrics.sinks import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
 from fsdp_qlora.output.redact import redact, redact_values
 from fsdp_qlora.storage.files import read_json, refusal_named, staged_file, write_json
 
@@ -192,23 +184,18 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 
 def _answers(path: Path) -> list[dict[str, Any]]:
     """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
-    lines = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        size = path.stat().st_size
-        lines.append(file.readline())
-        file.seek(size // 2)
-        lines += [file.readline() and file.readline()]
-        file.seek(max(0, size - _TAIL))
+    rows, lines = [], []
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        lines += [file.readline()]
+        file.seek(path.stat().st_size // 2)
+        lines += [file.readline(), file.readline()][1:]
+        file.seek(max(0, path.stat().st_size - _TAIL))
         lines += file.readlines()[-1:]
-    return [
-        {
-            "step": record["step"],
-            "prompt": str(record["prompt"])[:_MOST_CHARACTERS],
-            "text": f"{record['completion'][:_MOST_CHARACTERS]}\n\nreward {record['reward']}",
-        }
-        for line in dict.fromkeys(lines)
-        if (record := parse_record(line))
-    ]
+        rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
+    prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
+    texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
+    found = zip(rows, prompts, texts, strict=True)
+    return [{"step": row["step"], "prompt": asked[:_MOST_CHARACTERS], "text": text} for row, asked, text in found]
 
 
 def _number(value: object) -> float:

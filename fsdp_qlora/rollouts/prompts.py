@@ -15,17 +15,7 @@ from fsdp_qlora.data.formats import IGNORE, parse_columns
 from fsdp_qlora.data.prepare import DataOptions, RunData, check_report, describe_dataset
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import CHAT, TEXT, prompt_record
-from fsdp_qlora.data.rows import (
-    NO_ROOM,
-    NO_ROWS,
-    BadRow,
-    DataReport,
-    Row,
-    SourceFile,
-    TokenizedRows,
-    join_rows,
-    unicode_of,
-)
+from fsdp_qlora.data.rows import NO_ROOM, BadRow, DataReport, Row, SourceFile, TokenizedRows, join_rows, unicode_of
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, find_source, parse_name
 from fsdp_qlora.data.tokenization import check_vocabulary
 from fsdp_qlora.errors import UserError
@@ -42,8 +32,11 @@ _OURS = {"prompt", "completion", "completion_ids"}  # names that reward function
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: the tokens before an answer. asked: as reward functions get it, text or messages. columns: all others."""
+    """number: of its row in the dataset. ids: the tokens before an answer. asked: as reward functions get it, text or
+    messages. columns: all others.
+    """
 
+    number: int
     ids: list[int]
     asked: Any
     columns: Row
@@ -71,42 +64,35 @@ def read_prompts(
         UserError: a dataset cannot be used, or too many of its rows.
     """
     read = [_read_dataset(dataset, tokenizer, options) for dataset in options.dataset]
-    answer = options.max_completion_length
-    lengths = [len(prompt.ids) + answer for found, _, _ in read for _, prompt in found]
-    asked = options.context_length
-    context = _choose_context(lengths, longest or MOST_OF_AUTO) if isinstance(asked, str) else asked
-    prompts, parts, provenance = list[Prompt](), list[TokenizedRows](), list[dict[str, Any]]()
-    for dataset, (found, report, _) in zip(options.dataset, read, strict=True):
-        kept = [each for each in found if len(each[1].ids) + answer <= context]
-        for number in {number for number, _ in found} - {number for number, _ in kept}:
+    answer, unknown = options.max_completion_length, int(tokenizer(".", add_special_tokens=False)["input_ids"][-1])
+    if options.context_length == "auto":  # as for other rows
+        lengths = [len(prompt.ids) + answer for found, *_ in read for prompt in found]
+        needed = int(np.quantile(lengths or [2], 0.99, method="inverted_cdf"))
+        context = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+        log.info("Context: %s tokens (auto: 99%% of the prompts need at most %s)", f"{context:,}", f"{needed:,}")
+        options = dataclasses.replace(options, context_length=context)
+    parts, prompts = list[TokenizedRows](), list[Prompt]()
+    for found, report, _ in read:
+        kept = [prompt for prompt in found if len(prompt.ids) + answer <= options.longest_row]
+        for number in sorted({prompt.number for prompt in found} - {prompt.number for prompt in kept}):
             report.reject(number, NO_ROOM)
-        report.length_of_99_percent = max([len(prompt.ids) + answer for _, prompt in found], default=0)
-        rows = _longest_rows(kept, answer, tokenizer(".", add_special_tokens=False)["input_ids"][-1])
-        check_vocabulary(rows, vocab_size)
-        report.count(rows)
-        check_report(report, dataclasses.replace(options, context_length=context))
-        parts.append(rows)
-        prompts += [prompt for _, prompt in kept]
-        provenance.append(describe_dataset(dataset, report, len(kept)))
-    about = {"prompt": read[0][2], "data": provenance, "eval_data": []}
+        parts.append(_longest_rows(kept, answer, unknown))
+        prompts += kept
+        check_vocabulary(parts[-1], vocab_size)
+        report.count(parts[-1])
+        report.length_of_99_percent = max([len(prompt.ids) + answer for prompt in found], default=0)
+        check_report(report, options)
     table, reports = join_rows(parts, renumber=True), tuple(report for _, report, _ in read)
-    return PromptData(
-        table, np.arange(len(table)), provenance=about, reports=reports, context_length=context, prompts=tuple(prompts)
-    )
-
-
-def _choose_context(lengths: Sequence[int], longest: int) -> int:
-    """For auto, as for other rows: the smallest power of two that has room for 99% of the prompts with an answer."""
-    needed = int(np.quantile(lengths or [2], 0.99, method="inverted_cdf"))
-    chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest)
-    log.info("Context: %s tokens (auto: 99%% of the prompts need at most %s)", f"{chosen:,}", f"{needed:,}")
-    return chosen
+    data = [describe_dataset(*each, each[1].num_used) for each in zip(options.dataset, reports, strict=True)]
+    about, rows = {"prompt": read[0][2], "data": data, "eval_data": []}, np.arange(len(table))
+    made = PromptData(table, rows, provenance=about, reports=reports, prompts=tuple(prompts))
+    return dataclasses.replace(made, context_length=options.longest_row)
 
 
 def _read_dataset(
     dataset: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions
-) -> tuple[list[tuple[int, Prompt]], DataReport, dict[str, Any]]:
-    """(number, prompt) of each row that has one, the report on them, and the record of the text around the first."""
+) -> tuple[list[Prompt], DataReport, dict[str, Any]]:
+    """The prompt of each row that has one, the report on them, and the record of the text around the first."""
     name = parse_name(dataset)
     if name.name == DUMMY or name.weight is not None:
         raise UserError(f"dataset: {dataset} has {'no prompts' if name.name == DUMMY else 'a weight: leave it out'}.")
@@ -122,26 +108,26 @@ def _read_dataset(
                 raise row
             columns |= row.keys()
             named = {renames.get(column, column): value for column, value in row.items()}
-            found.append((offset + number, reader.read({key: named[key] for key in named if key != IGNORE})))
+            found.append(reader.read({key: named[key] for key in named if key != IGNORE}, offset + number))
         except BadRow as reason:
             report.reject(offset + number, str(reason))
-    reader.close()
+    for prompt_format, _ in reader.formats.values():
+        prompt_format.close()
     if report.num_rows and (missing := renames.keys() - columns):
         has = ", ".join(sorted(columns))
         raise UserError(f"columns: {source.origin} has no column {', '.join(sorted(missing))}. It has: {has}.")
     report.dataset_format = next(iter(reader.formats), "prompt")
-    return found, report, reader.record
+    return found, report, next((record for _, record in reader.formats.values()), {"kind": TEXT})
 
 
 class _Reader:
-    """Reads the prompts of one dataset. record: of the text around the first, as of data/rendering.py."""
+    """Reads the prompts of one dataset. formats: column -> the text around it, and the record of that."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
         self.tokenizer, self.template = tokenizer, find_template(options.prompt_template)
         self.formats: dict[str, tuple[PromptFormat, dict[str, Any]]] = {}
-        self.record: dict[str, Any] = {"kind": TEXT}
 
-    def read(self, row: Row) -> Prompt:
+    def read(self, row: Row, number: int) -> Prompt:
         """Raises BadRow."""
         if isinstance(row.get("prompt"), list):
             row = {**row, "messages": row["prompt"]}
@@ -155,34 +141,23 @@ class _Reader:
         if asked is None:
             raise BadRow(f"{column} is not a question: give text, or messages that end with the user's")
         unicode_of(json.dumps(asked, ensure_ascii=False), column)
-        prompt_format, record = self._format(column)
+        if column not in self.formats:
+            record = prompt_record(_COLUMNS[column], self.template) if _COLUMNS[column] else {"kind": TEXT}
+            self.formats[column] = PromptFormat(self.tokenizer, record), record
+        prompt_format, record = self.formats[column]
         try:
             ids = prompt_format.ids(asked)
         except UserError as error:
             raise BadRow(str(error)) from error
-        as_messages = record["kind"] == CHAT
-        shown = asked.messages if as_messages else asked.messages[-1]["content"]
-        return Prompt(ids, shown, {name: value for name, value in row.items() if name not in _OURS})
-
-    def _format(self, column: str) -> tuple[PromptFormat, dict[str, Any]]:
-        if column not in self.formats:
-            record = prompt_record(_COLUMNS[column], self.template) if _COLUMNS[column] else {"kind": TEXT}
-            self.record = self.record if self.formats else record
-            self.formats[column] = PromptFormat(self.tokenizer, record), record
-        return self.formats[column]
-
-    def close(self) -> None:
-        for prompt_format, _ in self.formats.values():
-            prompt_format.close()
+        shown = asked.messages if record["kind"] == CHAT else asked.messages[-1]["content"]
+        return Prompt(number, ids, shown, {name: value for name, value in row.items() if name not in _OURS})
 
 
-def _longest_rows(prompts: Sequence[tuple[int, Prompt]], length: int, unknown: int) -> TokenizedRows:
+def _longest_rows(prompts: Sequence[Prompt], length: int, unknown: int) -> TokenizedRows:
     """Each prompt with an answer of `length` tokens, which are not known yet: all are `unknown`."""
-    if not prompts:
-        return NO_ROWS
-    offsets = np.cumsum([0, *(len(prompt.ids) + length for _, prompt in prompts)], dtype=np.int64)
-    ids, learned = np.full(offsets[-1], unknown, np.int32), np.ones(offsets[-1], np.bool_)
-    for start, (_, prompt) in zip(offsets, prompts, strict=False):
-        asked = slice(start, start + len(prompt.ids))
-        ids[asked], learned[asked] = prompt.ids, False
-    return TokenizedRows(ids, learned, offsets, np.array([number for number, _ in prompts], np.int64))
+    spans = [(len(prompt.ids), length) for prompt in prompts]
+    ids = [token for prompt in prompts for token in (*prompt.ids, *[unknown] * length)]
+    learned = np.concatenate([np.zeros(0, np.bool_), *(np.repeat([False, True], span) for span in spans)])
+    offsets = np.cumsum([0, *map(sum, spans)], dtype=np.int64)
+    numbers = np.array([prompt.number for prompt in prompts], np.int64)
+    return TokenizedRows(np.array(ids, np.int32), learned, offsets, numbers)

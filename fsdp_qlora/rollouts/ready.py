@@ -5,7 +5,7 @@ Each is called as TRL calls a reward function: with the prompts, completions, co
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 ANSWERS = ("answer", "solution", "target", "label", "output", "response")
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
@@ -43,33 +43,19 @@ def _last_number(text: str) -> float | None:
     return float(re.sub(r"[$,]", "", found[-1])) if found else None
 
 
-def regex(pattern: re.Pattern[str], completions: Sequence[Any], **columns: Any) -> list[float]:
+def regex(pattern: str) -> Callable[..., list[float]]:
     """1 if the whole answer is of a form, such as regex:<think>.*</think>.*, else 0."""
-    return [float(pattern.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+    form = re.compile(pattern, re.DOTALL)
+    return lambda completions, **_: [float(bool(form.fullmatch(text_of(each).strip()))) for each in completions]
 
 
-def length(most: int, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+def length(tokens: str) -> Callable[..., list[float]]:
     """0 up to so many tokens, and then falling to -1 at twice as many (in the manner of Yu et al. 2025, eq. 13)."""
-    return [max(-1.0, min(0.0, (most - len(ids)) / most)) for ids in completion_ids]
-
-
-class Ready(NamedTuple):
-    """argument: reads what is behind the function's name and a colon; None if it takes nothing. shown: in messages."""
-
-    function: Callable[..., Any]
-    argument: Callable[[str], Any] | None = None
-    shown: str = ""
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
+    if (most := int(tokens)) < 1:
         raise ValueError("it is below 1")
-    return value
+    return lambda completion_ids, **_: [max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids]
 
 
-READY = {
-    "exact_match": Ready(exact_match),
-    "number": Ready(number),
-    "regex": Ready(regex, lambda text: re.compile(text, re.DOTALL), "PATTERN"),
-    "length": Ready(length, _positive, "TOKENS"),
-}
+READY: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "number": number}
+MADE: dict[str, Callable[[str], Callable[..., Any]]] = {"regex": regex, "length": length}
+"""Functions that are made of what is behind their name and a colon."""

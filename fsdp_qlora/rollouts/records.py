@@ -1,8 +1,9 @@
 """rollouts.jsonl: a line for each answer of a run, from which a step's rows are made, fresh or read back."""
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.metrics.sinks import ROLLOUTS_FILE, parse_record
-from fsdp_qlora.storage.files import staged_file
 
 Answer = dict[str, Any]
 """A line. step: the first that learns from it, from 1. version: optimizer steps of the weights that gave it. row: the
@@ -39,23 +39,16 @@ class RolloutFile:
 
     def cut(self, step: int) -> list[Answer]:
         """Remove the answers of steps after a checkpoint, and what a kill has left of a line; returns the last ones."""
-        last: list[Answer] = []
-        if not self._path.exists():
-            return last
-        with staged_file(self._path) as partial, partial.open("wb") as kept:
-            for line, answer in self._lines():
-                if answer["step"] > step:
-                    break
-                kept.write(line)
-                last = [*(last if last and last[0]["step"] == answer["step"] else ()), answer]
-        return last
-
-    def _lines(self) -> Iterator[tuple[bytes, Answer]]:
-        with self._path.open("rb") as file:
+        last, end = list[Answer](), 0
+        with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:
             for line in file:
-                if not line.endswith(b"\n") or (answer := parse_record(line)) is None:
-                    return
-                yield line, answer
+                answer = parse_record(line) if line.endswith(b"\n") else None
+                if answer is None or answer["step"] > step:
+                    break
+                last = [*(last if last and last[0]["step"] == answer["step"] else ()), answer]
+                end += len(line)
+            file.truncate(end)
+        return last
 
 
 def table_of(answers: Sequence[Answer]) -> TokenizedRows:

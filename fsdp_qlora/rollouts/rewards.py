@@ -1,19 +1,18 @@
 """Reward functions: the user's own and those of ready.py, loaded before anything else, called for each generation."""
 
-import importlib.util
 import logging
 import math
 import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from fsdp_qlora.control.clock import within
 from fsdp_qlora.errors import RewardError, UserError
-from fsdp_qlora.rollouts.ready import READY
+from fsdp_qlora.rollouts.ready import MADE, READY
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -31,7 +30,7 @@ class Reward(NamedTuple):
 
 
 def load_rewards(words: Sequence[str]) -> list[Reward]:
-    """The functions of --rewards: FILE.py:function, or NAME or NAME:ARGUMENT of READY, each perhaps with =WEIGHT.
+    """The functions of --rewards: FILE.py:function, or a name of READY or MADE, each perhaps with =WEIGHT.
 
     Raises:
         UserError: a file cannot be run, or has no such function; or two functions have one name.
@@ -59,42 +58,31 @@ def load_rewards(words: Sequence[str]) -> list[Reward]:
 
 
 def _ready(text: str) -> tuple[str, Callable[..., Any]]:
-    name, _, argument = text.partition(":")
-    if name not in READY:
-        raise UserError(
-            f"--rewards {text}: there is no such function. Give FILE.py:function, or of {', '.join(READY)}."
-        )
-    convert = READY[name].argument
-    if (convert is None) != (not argument):
-        raise UserError(f"--rewards {text}: give {name}{'' if convert is None else ':' + READY[name].shown}.")
-    try:
-        return name, partial(READY[name].function, convert(argument)) if convert else READY[name].function
-    except (ValueError, re.error) as error:
-        raise UserError(f"--rewards {text}: {argument} cannot be used: {error}.") from error
+    name, colon, argument = text.partition(":")
+    if colon and name in MADE:
+        try:
+            return name, MADE[name](argument)
+        except (ValueError, re.error) as error:
+            raise UserError(f"--rewards {text}: {argument} cannot be used: {error}.") from error
+    if colon or name not in READY:
+        names = ", ".join([*READY, *(f"{made}:..." for made in MADE)])
+        raise UserError(f"--rewards {text}: there is no such function. Give FILE.py:function, or of {names}.")
+    return name, READY[name]
 
 
 def _run_file(path: Path) -> ModuleType:
     """Import the user's file. Raises UserError if it is missing, or raises something itself."""
-    if not path.is_file():
-        raise UserError(f"--rewards: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"rewards_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except OSError as error:
+        raise UserError(f"--rewards: {error.filename} cannot be read: {error.strerror}.") from error
     except Exception as error:
-        line = getattr(error, "lineno", None) or _line_in(error, path)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or [0, *lines][-1]
         raise UserError(f"--rewards: {path}:{line} cannot be run: {type(error).__name__}: {error}") from error
     return module
-
-
-def _line_in(error: BaseException, path: Path) -> int:
-    """The last line of a file in an error's traceback."""
-    line, traceback = 0, error.__traceback__
-    while traceback:
-        line = traceback.tb_lineno if traceback.tb_frame.f_code.co_filename == str(path) else line
-        traceback = traceback.tb_next
-    return line
 
 
 class Scorer:

@@ -73,8 +73,8 @@ class Rollouts:
         given = [(prompt, said) for prompt, group in zip(prompts, groups, strict=True) for said in group]
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
         values = self._scores(given, numbers)
-        weights = {reward.name: reward.weight for reward in self.scorer.rewards}
-        sums = [_weighted(dict(zip(values, each, strict=True)), weights) for each in zip(*values.values(), strict=True)]
+        weights = [reward.weight for reward in self.scorer.rewards]
+        sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
         answers = [
             {
@@ -107,20 +107,20 @@ class Rollouts:
 
     def _batch(self, given: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
-        names = dict.fromkeys(name for prompt, _ in given for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt, _ in given] for name in names}
-        texts = [(prompt, self.text_of(said.token_ids)) for prompt, said in given]
-        said = [
-            text if isinstance(prompt.asked, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in texts
-        ]
-        ids = [completion.token_ids for _, completion in given]
-        return {**columns, "prompts": [prompt.asked for prompt, _ in given], "completions": said, "completion_ids": ids}
+        prompts, said = [prompt for prompt, _ in given], [completion.token_ids for _, completion in given]
+        texts: list[Any] = list(map(self.text_of, said))
+        for place, prompt in enumerate(prompts):
+            if not isinstance(prompt.asked, str):
+                texts[place] = [{"role": "assistant", "content": texts[place]}]
+        columns = {
+            name: [prompt.columns.get(name) for prompt in prompts] for prompt in prompts for name in prompt.columns
+        }
+        return {**columns, "prompts": [each.asked for each in prompts], "completions": texts, "completion_ids": said}
 
 
-def _weighted(values: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
+def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The sum of an answer's rewards; None if no function applies to it."""
-    known = [weights[name] * value for name, value in values.items() if value is not None]
+    known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
     return sum(known) if known else None
 
 

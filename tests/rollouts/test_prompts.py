@@ -2,18 +2,20 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
-from tests.tiny import make_tokenizer
+from tests.tiny import flags, make_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -114,3 +116,15 @@ def test_steps_have_whole_groups_and_an_epoch_leaves_out_the_rest(tmp_path: Path
         make_schedule(dataclasses.replace(config, num_generations=5), data, 2)
     with pytest.raises(UserError, match=r"needs 12 prompts \(48 answers, 4 to each\), and there are 7"):
         make_schedule(dataclasses.replace(config, gradient_accumulation_steps=24), data, 2)
+
+
+def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
+    models: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"sort {number}"}) + "\n" for number in range(9)))
+    asked = {"objective": "grpo", "rewards": "length:4", "num_generations": 4, "gradient_accumulation_steps": 4}
+    asked |= {"model_name": models(), "dataset": rows, "max_completion_length": 8, "num_gpus": 2, "gpu": "RTX 3090"}
+    assert main(["plan", "--auto", "true", *flags(**asked)]) == 0
+    said = capsys.readouterr().out
+    assert "fits: " in said and "with 16 rows per step on each GPU instead of 4" in said  # 9 prompts: at most 36 in all

@@ -41,16 +41,16 @@ def test_ready_functions_score_text_and_messages() -> None:
 @pytest.mark.parametrize(
     ("text", "word", "said"),
     [
-        (None, "{path}:f", "there is no file"),
+        (None, "{path}:f", "cannot be read: No such file"),
         ("def f(:\n", "{path}:f", "own.py:1 cannot be run: SyntaxError"),
         ("import os\n\nx = os.nosuch\n", "{path}:f", "own.py:3 cannot be run: AttributeError"),
         ("def g(): pass\n", "{path}:f", "has no function 'f'. It has: g."),
         ("f = 3\n", "{path}:f", "has no function 'f'"),
-        ("", "nosuch", "of exact_match, number, regex, length"),
+        ("", "nosuch", "of exact_match, number, regex:..., length:..."),
         ("", "regex:(", "cannot be used"),
         ("", "length:0", "cannot be used"),
-        ("", "regex", "give regex:PATTERN"),
-        ("", "number:3", "give number."),
+        ("", "regex", "there is no such function"),
+        ("", "number:3", "there is no such function"),
         ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
     ],
 )

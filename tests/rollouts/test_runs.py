@@ -146,18 +146,18 @@ def make_letters(folder: Path) -> dict[str, Any]:
 def test_a_tiny_model_learns_to_answer_with_as_many_letters(tmp_path: Path) -> None:
     options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
     options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}
-    options |= {"num_epochs": 80, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}
+    options |= {"num_epochs": 64, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "train.py")]
-    done = subprocess.run([*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
     rewards = read_metrics(tmp_path / "out", "reward")
     assert rewards[0] < 0.1 and sum(rewards[-8:]) / 8 > 0.9, rewards
     page = (tmp_path / "out" / "report.html").read_text()
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     [of_run] = data["runs"]
-    assert of_run["steps"]["reward"][-1] == pytest.approx(rewards[-1]) and len(of_run["steps"]["reward"]) == 80
+    assert of_run["steps"]["reward"][-1] == pytest.approx(rewards[-1]) and len(of_run["steps"]["reward"]) == 64
     samples = of_run["samples"]
-    assert [sample["step"] for sample in samples] == sorted({1, samples[1]["step"], 80}) and len(samples) == 3
+    assert [sample["step"] for sample in samples] == sorted({1, samples[1]["step"], 64}) and len(samples) == 3
     assert all("reward" in sample["text"] for sample in samples)
 
 
@@ -172,9 +172,9 @@ def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
         }
         for n in range(2, 34)
     ]
-    options = {**OPTIONS, "train_type": "qlora", "rewards": "number,length:32=0.1", "max_completion_length": 48}
+    options = {**OPTIONS, "train_type": "qlora", "rewards": "number,length:12=0.1", "max_completion_length": 16}
     options |= {"model_name": tmp_path / "model", "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
-    options |= {"context_length": 256, "gradient_accumulation_steps": 8, "max_steps": 3, "lr": 1e-5}
+    options |= {"context_length": 256, "gradient_accumulation_steps": 4, "max_steps": 3, "lr": 1e-5}
     train_ok(2, tmp_path / "out", **{**options, "save_steps": 0})
     assert len(read_metrics(tmp_path / "out", "rewards/number/mean")) == 3
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
