@@ -77,6 +77,15 @@ def test_neither_files_nor_folders_import_each_other_in_a_circle() -> None:
     assert {end for start, end in folders if start == "config"} == {"config", "errors", "output", "storage"}
 
 
+def test_a_room_imports_from_those_below_or_right_of_it_in_the_drawn_map() -> None:
+    drawn = (ROOT / "docs/how_it_works.md").read_text().split("```\n")[1].split("\n\n")[0]
+    rooms = [room for line in drawn.splitlines() for room in line[: drawn.index("fsdp-qlora:")].split()]
+    assert set(rooms) == {path.parent.name for path in SOURCES if path.parent.name != "fsdp_qlora"}
+    folders = {(module.split(".")[1], end.split(".")[1]) for module, tree in MODULES.items() for end in imports(tree)}
+    arrows = {(start, end) for start, end in folders if {start, end} <= {*rooms}}
+    assert not {(start, end) for start, end in arrows if rooms.index(start) > rooms.index(end)}
+
+
 def test_only_planning_and_what_is_above_it_see_the_options_as_a_whole() -> None:
     imported = {
         (module, each.name)
