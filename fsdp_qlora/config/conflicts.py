@@ -172,7 +172,7 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} needs --rewards: functions that score the answers, such as exact_match."
     if c.correct_mismatch and not c.rollout_url:
         yield "--correct_mismatch is for answers of another engine: it needs --rollout_url."
-    given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference", "context_parallel_size")
+    given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
     if given:
         yield f"--objective {c.objective} makes its rows while it trains: it cannot be used with {_flags(given)}."
 

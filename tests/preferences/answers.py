@@ -113,9 +113,7 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     store = connect(ranks)
     ready = []
     for options in runs:
-        # Where ranks share rows, which is refused as long as no engine does, the numbers are the same too.
-        size = options.pop("context_parallel_size", 1)
-        config = dataclasses.replace(parse_train_config(flags(**options)), context_parallel_size=size)
+        config = parse_train_config(flags(**options))
         plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
         ready.append((config, plan, fetch_weights(config, plan, ranks, store)))
     start_process_group(ranks, store)

@@ -148,12 +148,19 @@ def test_all_options_together_are_their_formulas_in_float64(
     starts: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     run = run_on(*starts["llama"], tmp_path / "out", **ALL)
-    statuses, said = on_ranks(1, learn, ([run], [ADVANTAGES]), tmp_path / "logs")
+    in_fp16 = {**run, "precision": "fp16_autocast", "output_dir": tmp_path / "fp16"}
+    statuses, said = on_ranks(1, learn, ([run, in_fp16], [ADVANTAGES] * 2), tmp_path / "logs")
     assert statuses == [0], said[-5000:]
     expected = in_float64(*starts["llama"])
     assert all(max(step[f"clip_ratio/{side}_mean"] for step in expected) > 0 for side in ("low", "high"))
     for ours, exact in zip(numbers(tmp_path / "out"), expected, strict=True):
         assert {name: ours[name] for name in exact} == pytest.approx(exact, rel=OFF, abs=OFF)
+    scaled = numbers(tmp_path / "fp16")
+    assert {step["loss_scale"] for step in scaled} == {2.0**16}
+    for ours, exact in zip(scaled, expected, strict=True):
+        assert [ours[key] for key in ("loss", "grad_norm", "kl")] == pytest.approx(
+            [exact[key] for key in ("loss", "grad_norm", "kl")], rel=2e-2
+        )
 
 
 # --- however the answers of a step are split ---

@@ -45,10 +45,12 @@ def lines_of(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_answers_are_the_same_on_one_and_two_ranks(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["own rows", "shared rows"])
+def test_answers_are_the_same_on_one_and_two_ranks(shared: int, models: Models, tmp_path: Path) -> None:
     options = {**inputs(models, tmp_path), "num_iterations": 2, "max_steps": 4}
-    for ranks, rows in ((1, 8), (2, 4)):
-        said = train_ok(ranks, tmp_path / str(ranks), **options, gradient_accumulation_steps=rows)
+    for ranks, size in ((1, 1), (2, shared)):
+        split = {"gradient_accumulation_steps": 8 * size // ranks, "context_parallel_size": size}
+        said = train_ok(ranks, tmp_path / str(ranks), **options, **split)
     assert "4 answers to each of 2 prompts for a step, of 4 on a rank 4 at a time" in said
     assert "weights stay gathered" in said
     one, two = (lines_of(tmp_path / ranks) for ranks in "12")
