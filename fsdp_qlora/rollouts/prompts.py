@@ -64,16 +64,17 @@ def read_prompts(
         UserError: a dataset cannot be used, or too many of its rows.
     """
     read = [_read_dataset(dataset, tokenizer, options) for dataset in options.dataset]
-    answer, unknown = options.max_completion_length, int(tokenizer(".", add_special_tokens=False)["input_ids"][-1])
+    shown = tokenizer(".", add_special_tokens=False)["input_ids"]
+    answer, unknown = options.max_completion_length, int([tokenizer.eos_token_id, *shown][-1])
     if options.context_length == "auto":  # as for other rows
         lengths = [len(prompt.ids) + answer for found, *_ in read for prompt in found]
         needed = int(np.quantile(lengths or [2], 0.99, method="inverted_cdf"))
         context = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
         log.info("Context: %s tokens (auto: 99%% of the prompts need at most %s)", f"{context:,}", f"{needed:,}")
         options = dataclasses.replace(options, context_length=context)
-    parts, prompts = list[TokenizedRows](), list[Prompt]()
+    parts, prompts, length = list[TokenizedRows](), list[Prompt](), options.longest_row
     for found, report, _ in read:
-        kept = [prompt for prompt in found if len(prompt.ids) + answer <= options.longest_row]
+        kept = [prompt for prompt in found if len(prompt.ids) + answer <= length]
         for number in sorted({prompt.number for prompt in found} - {prompt.number for prompt in kept}):
             report.reject(number, NO_ROOM)
         parts.append(_longest_rows(kept, answer, unknown))
@@ -85,8 +86,7 @@ def read_prompts(
     table, reports = join_rows(parts, renumber=True), tuple(report for _, report, _ in read)
     data = [describe_dataset(*each, each[1].num_used) for each in zip(options.dataset, reports, strict=True)]
     about, rows = {"prompt": read[0][2], "data": data, "eval_data": []}, np.arange(len(table))
-    made = PromptData(table, rows, provenance=about, reports=reports, prompts=tuple(prompts))
-    return dataclasses.replace(made, context_length=options.longest_row)
+    return PromptData(table, rows, provenance=about, reports=reports, context_length=length, prompts=tuple(prompts))
 
 
 def _read_dataset(

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
@@ -15,7 +17,7 @@ from fsdp_qlora.data.prepare import DataOptions
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
-from tests.tiny import flags, make_tokenizer
+from tests.tiny import flags, make_tokenizer, write_rows
 
 pytestmark = pytest.mark.quick
 
@@ -77,6 +79,15 @@ def test_the_table_has_the_longest_row_that_an_answer_can_make(tmp_path: Path) -
         assert table.input_ids[: len(prompt.ids)].tolist() == prompt.ids
         assert table.learned.tolist() == [False] * len(prompt.ids) + [True] * 8
     assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
+
+
+def test_a_tokenizer_without_a_dot_has_room_for_answers_too(tmp_path: Path) -> None:
+    letters = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}])
+    config = TrainConfig(dataset=(str(path),), objective="grpo", rewards=("number",), max_completion_length=3)
+    data = read_prompts(tokenizer, config.pick(DataOptions, images=None), vocab_size=3)
+    assert data.train.input_ids.tolist() == [2, 2, 1, 1, 1]
 
 
 def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[str]) -> None:
