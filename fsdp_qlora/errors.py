@@ -29,7 +29,11 @@ class NotFinite(TrainingError):
     """A loss or gradient was not finite; raised before any weight is updated."""
 
 
-class RewardError(TrainingError):
+class RolloutError(TrainingError):
+    """The prompts of a step were not answered; raised before any weight is updated by the answers."""
+
+
+class RewardError(RolloutError):
     """A reward function has failed; raised before any weight is updated by the answers."""
 
 

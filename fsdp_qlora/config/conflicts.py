@@ -172,6 +172,10 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} needs --rewards: functions that score the answers, such as exact_match."
     if c.correct_mismatch and not c.rollout_url:
         yield "--correct_mismatch is for answers of another engine: it needs --rollout_url."
+    if c.rollout_url and not re.match(r"https?://[^/]", c.rollout_url):
+        yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
+    if c.rollout_url and c.kind.adapter == "dora":
+        yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
     given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
     if given:
         yield f"--objective {c.objective} makes its rows while it trains: it cannot be used with {_flags(given)}."

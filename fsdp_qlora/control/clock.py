@@ -25,6 +25,20 @@ def awake() -> float:
     return time.monotonic()
 
 
+def begun(function: Callable[[], T]) -> Future[T]:
+    """Call `function` in a daemon thread, for which the end of the process does not wait."""
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    threading.Thread(target=call, name="begun-call", daemon=True).start()
+    return result
+
+
 def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bool] = lambda: True) -> T:
     """Call `function` in a daemon thread and wait for its result at most `seconds`.
 
@@ -34,16 +48,7 @@ def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bo
         TimeoutError: it is still running; its result is lost.
         Exception: raised by `function`.
     """
-    result: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
-            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    threading.Thread(target=call, name="bounded-call", daemon=True).start()
-    left = max(1, round(seconds / _SLICE_SECONDS))
+    result, left = begun(function), max(1, round(seconds / _SLICE_SECONDS))
     while left:
         if wait([result], _SLICE_SECONDS).done:
             return result.result()

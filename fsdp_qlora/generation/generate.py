@@ -96,18 +96,18 @@ class Stops:
         named = getattr(model.generation_config, "eos_token_id", None)
         ends = named if isinstance(named, list) else [named]
         self.tokens = {token for token in (tokenizer.eos_token_id, *ends) if token is not None}
-        self._tokenizer, self._text = tokenizer, text
+        self._tokenizer, self.text = tokenizer, text
 
     def ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self.tokens:
             return True
-        return bool(self._text) and self._text in self._tokenizer.decode(tokens[-len(self._text) - 1 :])
+        return bool(self.text) and self.text in self._tokenizer.decode(tokens[-len(self.text) - 1 :])
 
     def text_of(self, answer: Answer) -> str:
         """The answer as text, without what ended it."""
         text = str(self._tokenizer.decode(answer.tokens))
-        if self._text and self._text in text:
-            return text.partition(self._text)[0]
+        if self.text and self.text in text:
+            return text.partition(self.text)[0]
         return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 

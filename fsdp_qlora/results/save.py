@@ -86,7 +86,7 @@ class _Writer:
 
 
 def save_adapter(
-    model: nn.Module, config: LoraConfig, sidecar: SidecarFiles, output_dir: Path, *, values: Values
+    model: nn.Module, config: LoraConfig, sidecar: SidecarFiles | None, output_dir: Path, *, values: Values
 ) -> None:
     """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it."""
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
@@ -94,7 +94,8 @@ def save_adapter(
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_config(config, folder)
-        sidecar.write(folder)
+        if sidecar:
+            sidecar.write(folder)
         record_result(folder)
 
     if values.keeps:

@@ -7,23 +7,27 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fsdp_qlora.adapters.first_values import LiveValues
+from fsdp_qlora.checkpointing.run_folder import ADAPTERS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.schedule import RowSource
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.results.save import save_adapter
 from fsdp_qlora.rollouts.embedded import EmbeddedEngine
 from fsdp_qlora.rollouts.engine import Engine
 from fsdp_qlora.rollouts.prompts import PromptData
 from fsdp_qlora.rollouts.records import RolloutFile
 from fsdp_qlora.rollouts.rewards import Scorer
+from fsdp_qlora.rollouts.server import Server, ServerEngine
 from fsdp_qlora.rollouts.source import Rollouts
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.policy import token_logprobs
 from fsdp_qlora.training.trainer import Trainer
 
 
-def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> RowSource:
+def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
     """The source of a run's rows: its data, or answers to its prompts."""
     if not isinstance(plan.data, PromptData):
         return plan.data.source
@@ -31,7 +35,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     looks_back = config.num_iterations > 1 or config.correct_mismatch
     return Rollouts(
         plan.data,
-        open_engine(config, plan, trainer, stops),
+        open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
         Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.reward_timeout),
         RolloutFile(folder),
         trainer.ranks,
@@ -41,18 +45,36 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     )
 
 
-def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops) -> Engine:
-    generation = plan.generation
+def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path) -> Engine:
+    """The engine that answers prompts. adapters: where those for a server go, with the beginning of their names."""
+    options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
+    model, generation, adapter = trainer.model, plan.generation, plan.model.adapter
+    if config.rollout_url:
+        assert adapter is not None
+        values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
+        patience = 60 * config.hang_minutes or 1e7  # seconds; 0 is no limit
+        return ServerEngine(
+            Server(config.rollout_url, (config.model_name, config.base_name), patience),
+            lambda folder: save_adapter(model, adapter, None, folder, values=values),
+            adapters,
+            trainer.ranks,
+            trainer.control,
+            stops,
+            options,
+            config.num_generations,
+            vocab_size=model.get_input_embeddings().num_embeddings,
+            with_logps=config.correct_mismatch,
+        )
     assert generation is not None
     return EmbeddedEngine(
-        trainer.model,
+        model,
         trainer.ranks,
         plan.model.precision,
         stops,
-        SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed),
+        options,
         config.num_generations,
         generation.at_a_time,
-        partial(kept_gathered, trainer.model) if generation.gathered else contextlib.nullcontext,
+        partial(kept_gathered, model) if generation.gathered else contextlib.nullcontext,
         trainer.heartbeat,
     )
 

@@ -21,7 +21,7 @@ from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.run_folder import StartRequest
+from fsdp_qlora.checkpointing.run_folder import StartRequest, is_finished
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -31,7 +31,7 @@ from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.data.schedule import RowsInMemory
 from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.errors import NotFinite, RankError, RewardError, RunStopped, UserError
+from fsdp_qlora.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.loading.weight_files import Weights
@@ -54,6 +54,7 @@ from fsdp_qlora.ranks.process_group import (
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed, read_ranks, set_up_logging
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.results.write import check_uploads, leave_result, push_result, save_result
+from fsdp_qlora.rollouts.server import check_server
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
 from fsdp_qlora.run.rollouts import open_source, stops_of
 from fsdp_qlora.run.supervision import Extras, Guard
@@ -110,6 +111,8 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
         with kept_until_all_connect(store, ranks):
             if ranks.is_rank_0:
                 check_uploads(config)
+                if config.rollout_url and not is_finished(folder.path):
+                    check_server(config.rollout_url, (config.model_name, config.base_name))
             plan = make_plan(config, ranks, store)
             config = dataclasses.replace(config, **plan.chosen)
             folder.check_contents(known_facts(plan), plan.model.folder)
@@ -174,8 +177,9 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
             with recorder.watching():
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
-                train(trainer, plan.data, open_source(config, plan, trainer, folder), progress, recorder)
-        except (RunStopped, NotFinite, RewardError) as error:
+                source = open_source(config, plan, trainer, folder, run_id=start.run_id)
+                train(trainer, plan.data, source, progress, recorder)
+        except (RunStopped, NotFinite, RolloutError) as error:
             if config.save_model:
                 leave_result(form, folder, ranks)
             if isinstance(error, RunStopped) and error.ending.state == "over_budget":

@@ -10,7 +10,7 @@ from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import RowSource
-from fsdp_qlora.errors import NotFinite, RewardError, RunStopped, TrainingError
+from fsdp_qlora.errors import NotFinite, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
@@ -98,7 +98,7 @@ def _saved_before_failing(progress: Progress, observer: Observer) -> Iterator[No
     """Save a checkpoint of the previous step before an error that is no fault of the weights, so that none is lost."""
     try:
         yield
-    except (NotFinite, RewardError):
+    except (NotFinite, RolloutError, RunStopped):
         observer.save(progress)
         raise
 

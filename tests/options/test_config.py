@@ -200,6 +200,14 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--objective grpo", "--objective grpo needs --rewards: functions that score the answers"),
         ("--objective grpo --rewards exact_match --label_smoothing 0.1", "does not know --label_smoothing"),
         ("--objective grpo --rewards exact_match --correct_mismatch true", "it needs --rollout_url"),
+        (
+            "--objective grpo --rewards exact_match --rollout_url localhost:8000",
+            "give one such as http://localhost:8000",
+        ),
+        (
+            "--objective grpo --rewards number --rollout_url http://a --train_type dora",
+            "servers take LoRA adapters alone",
+        ),
         ("--objective grpo --rewards exact_match --eval_fraction 0.1", "cannot be used with --eval_fraction"),
         ("--objective grpo --rewards exact_match --train_type full", "it cannot be used with --train_type full"),
         ("--objective dpo --precompute_reference true --streaming true", "cannot be used with --streaming true"),

@@ -1,0 +1,138 @@
+"""A small server with the routes and words of vLLM's that --rollout_url needs: for tests, where vLLM is not.
+
+An answer depends on the adapter's bytes, the prompt and the seed alone, also after the server was killed.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+Choose = Callable[[str, dict[str, Any]], tuple[list[int], list[float]]]
+Fault = Callable[[str, dict[str, Any]], tuple[int, Any] | None]
+
+
+class LoraServer(ThreadingHTTPServer):
+    """Answers with `choose`, which gets the adapter's folder and a request; returns token ids and log-probabilities.
+
+    faults: each may answer a path and a body itself, with a status and content. A content of None cuts the connection.
+    asked: the paths and bodies of all requests. adapters: name -> folder.
+    """
+
+    daemon_threads, request_queue_size, allow_reuse_address = True, 256, True
+
+    def __init__(self, base: str, choose: Choose, end: int, port: int = 0) -> None:
+        super().__init__(("localhost", port), _Handler)
+        self.base, self.choose, self.end, self.lock = base, choose, end, threading.Lock()
+        self.adapters: dict[str, str] = {}
+        self.faults: list[Fault] = []
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://localhost:{self.server_address[1]}"
+
+    def respond(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asked.append((path, body))
+        for fault in self.faults:
+            if found := fault(path, body):
+                return found
+        return getattr(self, path.rpartition("/")[2])(body)  # type: ignore[no-any-return]
+
+    def models(self, body: dict[str, Any]) -> tuple[int, Any]:
+        cards = [{"id": self.base, "parent": None}]
+        return 200, {"data": cards + [{"id": name, "parent": self.base} for name in self.adapters]}
+
+    def load_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not name or not path or name in self.adapters:
+            return 400, _error("the request is wrong, or the adapter is there")
+        if not (Path(path) / "adapter_config.json").is_file():
+            return 404, _error("No adapter found for <path>")
+        self.adapters[name] = path
+        return 200, "Success"
+
+    def unload_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
+        found = self.adapters.pop(body["lora_name"], None)
+        return (200, "Success") if found else (404, _error("it cannot be found"))
+
+    def completions(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["model"] not in self.adapters:
+            return 404, _error(f"The model `{body['model']}` does not exist.")
+        with self.lock:
+            tokens, logps = self.choose(self.adapters[body["model"]], body)
+        choice = {"token_ids": tokens, "finish_reason": "stop" if tokens[-1] == self.end else "length"}
+        choice["logprobs"] = None if body["logprobs"] is None else {"token_logprobs": logps}
+        return 200, {"model": body["model"], "choices": [choice]}
+
+
+def _error(message: str) -> dict[str, Any]:
+    return {"error": {"message": message}}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: LoraServer
+
+    def do_GET(self) -> None:
+        self._respond({})
+
+    def do_POST(self) -> None:
+        self._respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _respond(self, body: dict[str, Any]) -> None:
+        status, content = self.server.respond(self.path, body)
+        if content is None:
+            self.connection.close()
+            return
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Sampler:
+    """Samples from a model with PEFT's adapters, loaded from their folders."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.end = int(AutoTokenizer.from_pretrained(folder).eos_token_id)
+        self._loaded = ""
+
+    def __call__(self, adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        import torch
+        from peft import PeftModel
+
+        if adapter != self._loaded:
+            base = self.model.unload() if self._loaded else self.model
+            self.model, self._loaded = PeftModel.from_pretrained(base, adapter).eval(), adapter
+        source = torch.Generator().manual_seed(request["seed"])
+        tokens: list[int] = []
+        logps: list[float] = []
+        while len(tokens) < request["max_tokens"] and self.end not in tokens:
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([request["prompt"] + tokens])).logits[0, -1].float()
+            drawn = (logits / request["temperature"]).log_softmax(dim=-1)
+            tokens.append(int(torch.multinomial(drawn.exp(), 1, generator=source)))
+            logps.append(float(drawn[tokens[-1]]))
+        return tokens, logps
+
+
+def main(folder: str, name: str, port: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sampler = Sampler(folder)
+    LoraServer(name, sampler, sampler.end, int(port)).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,398 @@
+"""Answers from a server: what it is asked, what is waited for, what ends a run, and runs whose server is killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.control.stops import Control
+from fsdp_qlora.errors import RankError, RolloutError, RunStopped
+from fsdp_qlora.generation.generate import SamplingOptions
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.rollouts import server as module
+from fsdp_qlora.rollouts.server import Server, ServerEngine, check_server
+from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
+from tests.rollouts.lora_server import LoraServer
+from tests.tiny import ROOT, WORDS, _free_port, write_rows
+
+END, LONGEST = 9, 4
+PROMPTS = [[1, 2], [3]]
+
+
+class Stops:
+    tokens, text = {END}, ""
+
+    def ends(self, tokens: list[int]) -> bool:
+        return tokens[-1] in self.tokens
+
+
+def choose(adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Some tokens that depend on all that they should depend on; half of the answers end by themselves."""
+    numbers = torch.Generator().manual_seed(request["seed"] + len(request["prompt"]) + len(Path(adapter).name))
+    tokens = torch.randint(0, END, (LONGEST,), generator=numbers).tolist()
+    tokens = [*tokens[:1], END] if tokens[0] % 2 else tokens
+    return tokens, [-0.1 * token for token in tokens]
+
+
+@pytest.fixture
+def server() -> Iterator[LoraServer]:
+    with LoraServer("hub/base", choose, END) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+@pytest.fixture
+def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
+    """The engine of a run on one rank; its adapter is a number that grows."""
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(module, "_PULSE_SECONDS", 0.01)
+    versions = iter(range(100))
+
+    def save(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "adapter_model.safetensors").write_text(str(next(versions)))
+        (folder / "adapter_config.json").write_text("{}")
+        time.sleep(0.01)  # the next one is younger
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    yield ServerEngine(
+        Server(server.url + "/v1/", ["/models/base"], 0.3),
+        save,
+        tmp_path / "rollout_adapters" / "run",
+        ranks,
+        Control(),
+        Stops(),  # type: ignore[arg-type]
+        SamplingOptions(LONGEST, temperature=0.7, seed=5),
+        num_generations=3,
+        vocab_size=10,
+        with_logps=True,
+    )
+    dist.destroy_process_group()
+
+
+def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
+    return [body for found, body in server.asked if found == f"/v1/{path}"]
+
+
+@pytest.mark.quick
+def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: ServerEngine, server: LoraServer) -> None:
+    first = engine.complete(PROMPTS, 0, 0)
+    bodies = asked(server, "completions")
+    assert [len(group) for group in first] == [3, 3] and len({body["seed"] for body in bodies}) == 6
+    by_prompt = sorted((tuple(body["prompt"]), choose(server.adapters[body["model"]], body)) for body in bodies)
+    found = [(tuple(p), (a.token_ids, a.logps)) for p, group in zip(PROMPTS, first, strict=True) for a in group]
+    assert sorted(found) == by_prompt
+    assert all(answer.is_done == (answer.token_ids[-1] == END) for group in first for answer in group)
+    settings = {"temperature": 0.7, "max_tokens": LONGEST, "top_p": 1.0, "top_k": -1, "stop_token_ids": [END]}
+    assert all(body.items() >= settings.items() for body in bodies)
+    assert engine.complete(PROMPTS, 1, 1) != first
+    engine.complete(PROMPTS, 2, 2)
+    names = [body["lora_name"] for body in asked(server, "load_lora_adapter")]
+    assert [name.rpartition("-")[0] for name in names] == ["run-v0", "run-v1", "run-v2"] and len({*names}) == 3
+    assert [body["lora_name"] for body in asked(server, "unload_lora_adapter")] == names[:2]
+    assert sorted(path.name for path in engine.prefix.parent.iterdir()) == [
+        "run-v1",
+        "run-v2",
+    ]  # what it may still read
+
+
+def once(path: str, status: int, content: Any) -> Any:
+    """A fault that befalls the first request to a path."""
+    left = [1]
+    return lambda found, body: (status, content) if found == f"/v1/{path}" and left and left.pop() else None
+
+
+def forgets(server: LoraServer) -> Any:
+    """Have the server lose its adapters before the first answer, as when it starts again."""
+    left = [1]
+
+    def fault(path: str, body: dict[str, Any]) -> None:
+        if path == "/v1/completions" and left and left.pop():
+            server.adapters.clear()
+
+    return fault
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (once("models", 0, None), "Waiting for the server"),
+        (once("completions", 503, {"error": {"message": "busy"}}), "HTTP 503: busy"),
+        (once("completions", 0, None), "Waiting for the server"),
+        (once("completions", 200, {"model": "x", "choices": [{"finish_reason": "abort"}]}), "ended with 'abort'"),
+        (once("load_lora_adapter", 404, {"error": {"message": "no such folder"}}), "no such folder"),
+        (forgets, "it had lost the adapter"),
+    ],
+)
+def test_what_may_pass_is_waited_for_and_changes_no_answer(
+    engine: ServerEngine, server: LoraServer, lines: list[str], fault: Any, said: str
+) -> None:
+    engine.with_logps = False
+    server.faults.append(fault(server) if fault is forgets else fault)
+    found = engine.complete(PROMPTS, 0, 0)
+    bodies = asked(server, "completions")
+    wanted = {json_key(body): choose(f"{engine.prefix}-v0", body)[0] for body in bodies}
+    assert sorted(answer.token_ids for group in found for answer in group) == sorted(wanted.values())
+    assert any(said in line for line in lines) and any("answers again" in line for line in lines)
+
+
+def json_key(body: dict[str, Any]) -> tuple[int, ...]:
+    return (*body["prompt"], body["seed"])
+
+
+def answer(**changes: Any) -> Any:
+    """A fault: each answer differs in this from a right one."""
+    logps = {"token_logprobs": [-1.0] * LONGEST}
+
+    def fault(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
+        choice = {"token_ids": [1] * LONGEST, "finish_reason": "length", "logprobs": logps, **changes}
+        return (200, {"model": changes.get("model", body["model"]), "choices": [choice]}) if "prompt" in body else None
+
+    return fault
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (answer(model="run-v7"), "answers as run-v7 where run-v0-"),
+        (answer(token_ids=None), "text alone"),
+        (answer(token_ids=[1, 2, 3, 10]), "returns the token 10, and the model's vocabulary has 10"),
+        (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
+        (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
+        (answer(logprobs=None), "gives an answer without"),
+        (
+            lambda path, body: (400, {"error": {"message": "too long"}}) if "prompt" in body else None,
+            "HTTP 400: too long",
+        ),
+        (lambda path, body: (200, {"data": [{"id": "other"}]}), "--served-model-name /models/base"),
+        (lambda path, body: (500, {}) if "lora_path" in body else None, "does not load the adapter"),
+        (lambda path, body: (0, None) if "prompt" in body else None, "was waited for, 0.3 s"),
+    ],
+)
+def test_a_server_of_no_use_ends_the_run_in_a_sentence(
+    engine: ServerEngine, server: LoraServer, fault: Any, said: str
+) -> None:
+    server.faults.append(fault)
+    with pytest.raises(RolloutError) as caught:
+        engine.complete(PROMPTS, 0, 0)
+    assert said in str(caught.value) and server.url in str(caught.value)
+
+
+@pytest.mark.quick
+def test_a_run_stops_while_it_waits_and_beats_until_then(engine: ServerEngine, server: LoraServer) -> None:
+    def stop(path: str, body: dict[str, Any]) -> None:
+        if "prompt" in body:
+            engine.control.signals.wish = 4
+            time.sleep(0.2)
+
+    server.faults.append(stop)
+    before = engine.control.heartbeat.at
+    with pytest.raises(RunStopped, match=r"step 8 waited for answers \(SIGTERM\)"):
+        engine.complete(PROMPTS, 7, 7)
+    assert engine.control.heartbeat.at > before and engine.control.heartbeat.step == 7
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (None, ""),
+        (lambda path, body: (404, {"detail": "Not Found"}) if body == {} and "load" in path else None, "RUNTIME_LORA"),
+        (lambda path, body: (200, {"data": [{"id": "other"}]}), "has the model other, and the run trains hub/base"),
+        (lambda path, body: (200, []), "no list of models"),
+        (lambda path, body: (0, None), "was waited for"),
+    ],
+)
+def test_the_server_is_asked_before_the_run_begins(
+    server: LoraServer, monkeypatch: pytest.MonkeyPatch, fault: Any, said: str
+) -> None:
+    monkeypatch.setattr(module, "_START_SECONDS", 0.1)
+    if fault is None:
+        check_server(server.url, ["hub/base"])
+        return
+    server.faults.append(fault)
+    with pytest.raises(RankError) as caught:
+        check_server(server.url, ["hub/base"])
+    assert "--rollout_url" in str(caught.value) and said in str(caught.value)
+
+
+# --- whole runs ---
+
+
+class ServerProcess:
+    """A server in a process of its own, which can be killed and started again at the same address.
+
+    Args:
+        command: of the server, with {port} in it. name: that it has for the base model.
+    """
+
+    def __init__(self, *command: str, log: Path, name: str, **environment: str) -> None:
+        self.port, self.name, self._log = _free_port(), name, log
+        self._command = [word.format(port=self.port) for word in command]
+        self._environment = {**os.environ, **environment}
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command, cwd=ROOT, env=self._environment, stdout=self._log.open("a"), stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def url(self) -> str:
+        return f"http://localhost:{self.port}"
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, self._log.read_text()[-4000:]
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/models", timeout=60):
+            return True
+        return False
+
+
+@pytest.fixture(scope="module")
+def lora_server(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    command = sys.executable, "-m", "tests.rollouts.lora_server", str(models()), "tiny", "{port}"
+    found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log", name="tiny")
+    yield found
+    found.kill()
+
+
+@pytest.fixture(scope="module")
+def whole(
+    lora_server: ServerProcess, models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, object], Path]:
+    """Options of a run, and its folder: nothing has disturbed it."""
+    folder = tmp_path_factory.mktemp("whole")
+    options = options_of(lora_server, models(), folder, "out")
+    assert "Waiting for the server" not in finish(options, folder / "logs").output().partition("Proof:")[2]
+    return options, folder / "out"
+
+
+def options_of(server: ServerProcess, model: Path, folder: Path, output: str, **changes: object) -> dict[str, object]:
+    scorer = folder / "scorer.py"
+    scorer.write_text(
+        "def even(completion_ids, **_):\n    return [sum(id % 2 == 0 for id in ids) for ids in completion_ids]\n"
+    )
+    rows = write_rows(folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]])
+    return {
+        **{"model_name": model, "base_name": f"hub/{server.name}", "train_type": "lora", "precision": "fp32"},
+        **{
+            "dataset": rows,
+            "output_dir": folder / output,
+            "objective": "grpo",
+            "rewards": f"{scorer}:even",
+            "lr": 0.01,
+        },
+        **{"num_generations": 4, "max_completion_length": 8, "lora_rank": 4, "num_epochs": 2, "batch_size": 2},
+        **{"gradient_accumulation_steps": 2, "rollout_url": server.url, "correct_mismatch": True, "save_steps": 3},
+        **{"log_to": "stdout", "quant_cache": "off", **changes},
+    }
+
+
+def read_rollouts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+def farthest(records: list[dict[str, Any]]) -> float:
+    """The largest difference between a log-probability of the server and that of the trainer at that version."""
+    pairs = [zip(record["sampled_logps"], record["old_logps"], strict=True) for record in records]
+    return max(abs(a - b) for each in pairs for a, b in each)
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_waited_for_and_changes_no_byte(
+    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
+) -> None:
+    records = read_rollouts(whole[1])
+    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(records) < 1e-4
+    assert len({record["sampled_logps"][0] for record in records if record["row"] == records[0]["row"]}) > 4
+    with ended(Job(whole[0] | {"output_dir": tmp_path / "out"}, tmp_path / "logs")) as job:
+        wait_for(lambda: "step 2/8" in job.output())
+        lora_server.kill()
+        wait_for(lambda: job.output().partition("step 2/8")[2].count("Waiting for the server"))
+        lora_server.start()
+        assert job.wait() == [0, 0], job.output()
+    assert "answers again after" in job.output()
+    assert adapter(tmp_path / "out") == adapter(whole[1]) and read_rollouts(tmp_path / "out") == records
+
+
+@pytest.mark.nightly
+def test_a_killed_and_a_stopped_run_resume_with_a_server_that_was_away(
+    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
+) -> None:
+    options = whole[0] | {"output_dir": tmp_path / "out"}
+    with ended(Job(options, tmp_path / "logs_killed")) as job:
+        wait_for(lambda: "step 4/8" in job.output())
+        for rank in (0, 1):
+            job.kill(rank)
+        job.wait()
+    lora_server.kill()
+    with ended(Job(options, tmp_path / "logs_stopped")) as job:  # from step 3
+        wait_for(lambda: "Waiting for the server" in job.output())
+        lora_server.start()
+        wait_for(lambda: "step 5/8" in job.output())
+        lora_server.kill()
+        wait_for(lambda: job.output().count("Waiting for the server") > 1)
+        job.kill(1, signal.SIGTERM)
+        assert job.wait() == [75, 75], job.output()
+    lora_server.start()
+    finish(options, tmp_path / "logs_resumed")
+    assert adapter(tmp_path / "out") == adapter(whole[1])
+    assert len(list((tmp_path / "out" / "rollout_adapters").iterdir())) == 2
+
+
+@pytest.mark.nightly
+def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
+    lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
+) -> None:
+    options = whole[0] | {"output_dir": tmp_path / "out", "save_steps": 0, "hang_minutes": 0.1}
+    with ended(Job(options, tmp_path / "logs")) as job:
+        wait_for(lambda: steps_done(tmp_path / "out") >= 1)
+        lora_server.kill()
+        assert job.wait() == [1, 1], job.output()
+    lora_server.start()
+    refused = finish(
+        options | {"base_name": "hub/other", "output_dir": tmp_path / "other"}, tmp_path / "logs_other", [2, 2]
+    )
+    assert "--served-model-name" in refused.output() and "Tokenizing" not in refused.output()
+    assert "[rank 1] error: The server" in job.output() and "was waited for, 6 s" in job.output()
+    saved = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
+    assert saved == [f"step_{steps_done(tmp_path / 'out'):06}"]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("FSDP_QLORA_VLLM" not in os.environ, reason="names no Python that has vLLM: docs/grpo.md")
+def test_vllm_answers_with_the_newest_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
+    model = models(head_dim=32, max_position_embeddings=512)
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    words = f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny --enable-lora --port"
+    command = os.environ["FSDP_QLORA_VLLM"], *words.split(), "{port}", *["--dtype", "float32", "--enforce-eager"]
+    server = ServerProcess(*command, log=tmp_path / "vllm.log", name="tiny", **environment)
+    try:
+        wait_for(server.answers)
+        finish(options_of(server, model, tmp_path, "out"), tmp_path / "logs")
+    finally:
+        server.kill()
+    records = read_rollouts(tmp_path / "out")
+    assert [record["version"] for record in records[::8]] == [*range(8)] and farthest(records) < 1e-3
