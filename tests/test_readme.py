@@ -36,6 +36,8 @@ OTHER_FLAGS = {
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate
+    *("enable-lora", "max-lora-rank", "max-model-len", "gpu-memory-utilization", "tensor-parallel-size"),  # vllm
+    *("served-model-name", "quantization", "logprobs-mode"),
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
     *("report", "nightly", "shape", "probe"),  # benchmarks, the tests, plan
