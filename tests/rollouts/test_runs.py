@@ -174,7 +174,16 @@ def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
         }
         for n in range(2, 34)
     ]
-    options = {**OPTIONS, "train_type": "qlora", "rewards": "number,length:12=0.1", "max_completion_length": 16}
+    # The first answers are wrong and cut, but differ in their letters.
+    (tmp_path / "own.py").write_text(
+        "def brief(completions, **_): return [-len(said['content']) for [said] in completions]"
+    )
+    options = {
+        **OPTIONS,
+        "train_type": "qlora",
+        "rewards": f"number,{tmp_path / 'own.py'}:brief=0.1",
+        "max_completion_length": 16,
+    }
     options |= {"model_name": tmp_path / "model", "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
     options |= {"context_length": 256, "gradient_accumulation_steps": 4, "max_steps": 3, "lr": 1e-5}
     train_ok(2, tmp_path / "out", **{**options, "save_steps": 0})
