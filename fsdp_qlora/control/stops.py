@@ -59,6 +59,7 @@ class Signals:
 
     def __init__(self, *, ends_process: bool = False) -> None:
         self.wish, self.is_starting, self._ends_process = 0, True, ends_process
+        self._process = os.getpid()
         self._interrupted_at: float | None = None
 
     @contextlib.contextmanager
@@ -87,6 +88,9 @@ class Signals:
                 signal.signal(number, earlier)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process and not self.is_starting and number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)  # a child that a reward function has started, and ends
+            signal.raise_signal(number)
         now = clock.awake()
         if number == signal.SIGINT:
             # A terminal and torchrun may both forward the same Ctrl-C.

@@ -1,5 +1,6 @@
 """Signals and budgets: all ranks stop after the same step, say so, and resume from it as if nothing had been."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -112,6 +113,24 @@ def lose_output() -> None:
         signal.raise_signal(signal.SIGHUP)
 
     at_step(3, close, 0)
+
+
+def test_a_child_of_a_run_ends_when_it_is_terminated() -> None:
+    """As a reward function does with the code of an answer that runs too long."""
+    signals = stops.Signals()
+    with signals.handled():
+        signals.is_starting = False
+        context = multiprocessing.get_context("fork")
+        began = context.Event()
+        child = context.Process(target=lambda: (began.set(), time.sleep(600)))
+        child.start()
+        try:
+            began.wait()
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM and not signals.wish
+        finally:
+            child.kill()
 
 
 def test_a_run_outlives_its_output(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
