@@ -30,11 +30,7 @@ class NotFinite(TrainingError):
 
 
 class RolloutError(TrainingError):
-    """The prompts of a step were not answered; raised before any weight is updated by the answers."""
-
-
-class RewardError(RolloutError):
-    """A reward function has failed; raised before any weight is updated by the answers."""
+    """A step's prompts were not answered, or a reward function has failed; raised before any weight is updated."""
 
 
 class OutOfMemory(TrainingError):

@@ -132,7 +132,8 @@ class TextGenerator:
         A rank that has no prompts, or whose answers have ended, takes part until those of all ranks have.
 
         Args:
-            show: called with an answer after each of its tokens. beat: called for each forward pass.
+            show: called with an answer after each of its tokens. beat: called after each forward pass,
+                on every rank; may raise, if on all of them.
         """
         model, device = self._model, self.ranks.device
         batch = answers or [Answer(0, [0], is_done=True)]
@@ -149,9 +150,12 @@ class TextGenerator:
                     show(answer)
             return torch.tensor([answer.is_done for answer in batch], device=input_ids.device)
 
+        def beaten(*_: Any) -> None:
+            beat()
+
         draws = [Draws(self._options, [each.number for each in batch])] if self._options.temperature else []
         counts = gather_numbers([len(batch)], device).flatten().int().tolist()
-        beating = model.register_forward_pre_hook(lambda *_: beat())
+        beating = model.register_forward_hook(beaten)
         # The model's own one may ask for sampling or penalties.
         model_config, model.generation_config = model.generation_config, GenerationConfig()
         head = shared_head_of(model)

@@ -1,7 +1,16 @@
-"""The engine of a run's rollouts: what answers its prompts, its own model or a server."""
+"""The engine of a run's rollouts: what answers its prompts, its own model or a server; how ranks wait for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import NamedTuple, Protocol
+
+from fsdp_qlora.control.clock import begun
+from fsdp_qlora.control.stops import Control
+from fsdp_qlora.errors import RolloutError, RunStopped
+from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.ranks.ranks import Ranks
+
+_PULSE_SECONDS = 0.5  # between two signs of life
 
 
 class Completion(NamedTuple):
@@ -26,3 +35,33 @@ class Engine(Protocol):
             prompts: token ids. number: of the generation in the run; an answer's seed follows from the run's, this
             number and its place. version: optimizer steps that the weights have had.
         """
+
+
+def go_on(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
+    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0 `is_done`.
+
+    Raises:
+        RunStopped: on every rank.
+    """
+    numbers = gather_numbers([is_done, *control.flags(step)], ranks.device)
+    control.heartbeat.beat(step, "rows")
+    control.agree(numbers[:, 1:])
+    if control.stop:
+        state, reason = control.stop
+        raise RunStopped(state, f"Stopped while step {step + 1} waited for answers ({reason}).")
+    return bool(numbers[0, 0])
+
+
+def by_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+    """The text that `work` returns on rank 0, on every rank. A thread runs it while the ranks `go_on`.
+
+    Raises:
+        RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
+    """
+    text, task = "", begun(work) if ranks.is_rank_0 else None
+    while not go_on(control, ranks, step, is_done=task is not None and task.done()):
+        wait([task] if task else [], _PULSE_SECONDS)
+    with raise_on_all_ranks(RolloutError, ranks.device):
+        if task:
+            text = task.result()
+    return all_gather_strings(text, ranks.device)[0]

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from fsdp_qlora.data.tokenization import check_vocabulary
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import PromptFormat, question_of
 from fsdp_qlora.ranks.ranks import derive_seed
+from fsdp_qlora.rollouts.records import join_answers
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -77,7 +77,8 @@ def read_prompts(
         kept = [prompt for prompt in found if len(prompt.ids) + answer <= length]
         for number in sorted({prompt.number for prompt in found} - {prompt.number for prompt in kept}):
             report.reject(number, NO_ROOM)
-        parts.append(_longest_rows(kept, answer, unknown))
+        numbers = [prompt.number for prompt in kept]
+        parts.append(join_answers([prompt.ids for prompt in kept], [[unknown] * answer] * len(kept), numbers))
         prompts += kept
         check_vocabulary(parts[-1], vocab_size)
         report.count(parts[-1])
@@ -149,15 +150,7 @@ class _Reader:
             ids = prompt_format.ids(asked)
         except UserError as error:
             raise BadRow(str(error)) from error
+        if not ids:
+            raise BadRow("the prompt has no tokens")
         shown = asked.messages if record["kind"] == CHAT else asked.messages[-1]["content"]
         return Prompt(number, ids, shown, {name: value for name, value in row.items() if name not in _OURS})
-
-
-def _longest_rows(prompts: Sequence[Prompt], length: int, unknown: int) -> TokenizedRows:
-    """Each prompt with an answer of `length` tokens, which are not known yet: all are `unknown`."""
-    spans = [(len(prompt.ids), length) for prompt in prompts]
-    ids = [token for prompt in prompts for token in (*prompt.ids, *[unknown] * length)]
-    learned = np.concatenate([np.zeros(0, np.bool_), *(np.repeat([False, True], span) for span in spans)])
-    offsets = np.cumsum([0, *map(sum, spans)], dtype=np.int64)
-    numbers = np.array([prompt.number for prompt in prompts], np.int64)
-    return TokenizedRows(np.array(ids, np.int32), learned, offsets, numbers)

@@ -1,9 +1,10 @@
 """rollouts.jsonl: a line for each answer of a run, from which a step's rows are made, fresh or read back."""
 
 import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class RolloutFile:
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
-        lines = "".join(json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n" for answer in answers)
+        lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
         try:
             with self._path.open("ab") as file:
                 file.write(lines.encode())
@@ -53,21 +54,24 @@ class RolloutFile:
 
 def table_of(answers: Sequence[Answer]) -> TokenizedRows:
     """The rows of a step."""
-    lengths = [(len(each["prompt_ids"]), len(each["token_ids"])) for each in answers]
-    ids = [token for each in answers for token in (*each["prompt_ids"], *each["token_ids"])]
-    return TokenizedRows(
-        np.array(ids, np.int32),
-        np.concatenate([np.repeat([False, True], pair) for pair in lengths]),
-        np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
-        np.array([each["row"] for each in answers], np.int64),
+    prompts, tokens = ([each[name] for each in answers] for name in ("prompt_ids", "token_ids"))
+    return dataclasses.replace(
+        join_answers(prompts, tokens, [each["row"] for each in answers]),
         advantages=np.array([each["advantage"] for each in answers], np.float32),
-        **{name: _of_tokens(answers, name) for name in ("old_logps", "sampled_logps")},
+        **{name: _of_tokens(answers, name) for name in ("old_logps", "sampled_logps") if name in answers[0]},
     )
 
 
-def _of_tokens(answers: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
-    """A number for each token, 0 for those of prompts; empty where answers have none."""
-    if name not in answers[0]:
-        return np.zeros(0, np.float32)
-    rows = [value for each in answers for value in (*[0.0] * len(each["prompt_ids"]), *each[name])]
-    return np.array(rows, np.float32)
+def join_answers(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], numbers: Sequence[int]
+) -> TokenizedRows:
+    """A row of each prompt and its answer, which is learned. numbers: of the prompts' rows in the dataset."""
+    parts = [part for pair in zip(prompts, answers, strict=True) for part in pair]
+    ends, ids = np.cumsum([0, *map(len, parts)], dtype=np.int64), [token for part in parts for token in part]
+    learned = np.repeat(np.tile([False, True], len(prompts)), np.diff(ends))
+    return TokenizedRows(np.array(ids, np.int32), learned, ends[::2], np.array(numbers, np.int64))
+
+
+def _of_tokens(answers: Sequence[Answer], name: str) -> np.ndarray:
+    """A number for each token, 0 for those of prompts."""
+    return np.concatenate([np.pad(np.array(each[name], np.float32), (len(each["prompt_ids"]), 0)) for each in answers])

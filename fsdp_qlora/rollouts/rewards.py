@@ -1,17 +1,19 @@
 """Reward functions: the user's own and those of ready.py, loaded before anything else, called for each generation."""
 
+import copy
 import logging
 import math
 import re
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fsdp_qlora.control.clock import within
-from fsdp_qlora.errors import RewardError, UserError
+from fsdp_qlora.control.clock import begun, within
+from fsdp_qlora.errors import RolloutError, UserError
 from fsdp_qlora.rollouts.ready import MADE, READY
 
 log = logging.getLogger("fsdp_qlora")
@@ -100,7 +102,7 @@ class Scorer:
         """The values of each function, None where it does not apply. rows: numbers of the prompts' rows, for messages.
 
         Raises:
-            RewardError: a function fails, takes too long, or gives something else than a number for each answer.
+            RolloutError: a function fails, takes too long, or gives something else than a number for each answer.
         """
         return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
 
@@ -108,7 +110,7 @@ class Scorer:
         ends, found = time.monotonic() + self._seconds, list[float | None]()
         try:
             return _call(reward.function, batch, self._seconds)
-        except TimeoutError:
+        except _TooLong:
             failures = {f"it did not return within --reward_timeout {self._seconds:g} s": list(rows)}
             found = [0.0] * len(rows)
         except Exception:  # which row is it?
@@ -124,16 +126,27 @@ class Scorer:
             named = ", ".join(map(str, dict.fromkeys(numbers[:32])))
             message = f"The reward function {reward.name} failed at row {named} of the dataset: {reason}"
             if not self._zero_on_error:
-                raise RewardError(f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0.")
+                raise RolloutError(
+                    f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0."
+                )
             log.warning("%s. %d answers count as 0.", message, len(numbers))
         if not failures:
             log.warning("The reward function %s failed for all answers together, and for none alone.", reward.name)
         return found
 
 
+class _TooLong(Exception):
+    """A call takes too long; a TimeoutError may be the function's own."""
+
+
 def _call(function: Callable[..., Any], batch: Batch, seconds: float) -> list[float | None]:
-    """What a function says of a batch. Raises ValueError if it is not a number or None for each answer."""
-    values = [*within(seconds, lambda: function(**batch))]
+    """What a function says of a copy of the batch. Raises ValueError if it is not a number or None for each answer."""
+    task = begun(lambda: [*function(**copy.deepcopy(batch))])
+    try:
+        within(seconds, lambda: wait([task]))
+    except TimeoutError as error:
+        raise _TooLong(str(error)) from error
+    values = task.result()
     if len(values) != (number := len(batch["completions"])):
         raise ValueError(f"it returned {len(values)} values for {number} answers")
     found = [None if value is None else float(value) for value in values]

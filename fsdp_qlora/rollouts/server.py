@@ -8,12 +8,13 @@ nothing is learned from other weights, whichever process dies in between.
 import contextlib
 import json
 import logging
+import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
@@ -24,11 +25,11 @@ from urllib.request import ProxyHandler, Request, build_opener
 from fsdp_qlora.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.control.clock import awake, begun
 from fsdp_qlora.control.stops import Control
-from fsdp_qlora.errors import RankError, RolloutError, RunStopped, TrainingError
+from fsdp_qlora.errors import RankError, RolloutError, TrainingError
 from fsdp_qlora.generation.generate import SamplingOptions, Stops
-from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed
-from fsdp_qlora.rollouts.engine import Completion
+from fsdp_qlora.rollouts.engine import Completion, by_rank_0
 from fsdp_qlora.storage.files import record_of
 
 log = logging.getLogger("fsdp_qlora")
@@ -38,7 +39,6 @@ T = TypeVar("T")
 _START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
 _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
 _PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
-_PULSE_SECONDS = 0.5  # between two signs of life
 _LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
 _IN_FLIGHT = 128  # requests at a time, which the server batches
 _HEADERS = {"Content-Type": "application/json"}
@@ -178,7 +178,6 @@ class ServerEngine:
     num_generations: int
     vocab_size: int
     with_logps: bool
-    found: dict[int, Completion] = field(default_factory=dict)
 
     def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[list[Completion]]:
         folder, each = self.prefix.with_name(f"{self.prefix.name}-v{version}"), self.num_generations
@@ -187,50 +186,32 @@ class ServerEngine:
                 for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
                     shutil.rmtree(path, ignore_errors=True)
             self.save(folder)
-        text = self._waited_for(partial(self._answers, folder, prompts, number), version, len(prompts) * each)
-        answers = [Completion(*values) for values in json.loads(all_gather_strings(text, self.ranks.device)[0])]
+        text = by_rank_0(partial(self._answers, folder, prompts, number), self.control, self.ranks, version)
+        answers = [Completion(*values) for values in json.loads(text)]
         return [answers[first : first + each] for first in range(0, len(answers), each)]
-
-    def _waited_for(self, work: Callable[[], str], step: int, count: int) -> str:
-        """Rank 0's result of `work`, empty on the others, while all ranks show that they live.
-
-        Raises:
-            RunStopped: the ranks have agreed to stop. RolloutError: of `work`; the same on every rank.
-        """
-        self.found.clear()
-        task = begun(work) if self.ranks.is_rank_0 else None
-        is_done, started, next_line = False, awake(), _LINE_SECONDS
-        while not is_done:
-            wait([task] if task else [], _PULSE_SECONDS)
-            numbers = gather_numbers([bool(task and task.done()), *self.control.flags(step)], self.ranks.device)
-            self.control.heartbeat.beat(step, "rows")
-            self.control.agree(numbers[:, 1:])
-            is_done = bool(numbers[0, 0])
-            if self.control.stop and not is_done:
-                state, reason = self.control.stop
-                raise RunStopped(state, f"Stopped while step {step + 1} waited for answers ({reason}).")
-            if (seconds := awake() - started) > next_line:
-                next_line *= 2
-                log.info("Step %d: %d of %d answers after %.0f s.", step + 1, len(self.found), count, seconds)
-        with raise_on_all_ranks(RolloutError, self.ranks.device):
-            return task.result() if task else ""
 
     def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], number: int) -> str:
         """All answers as JSON, each as the values of a Completion."""
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
         load = partial(self.server.load, name, folder)
         self.server.patiently(load)
-        places = range(len(prompts) * self.num_generations)
+        places, found = range(len(prompts) * self.num_generations), dict[int, Completion]()
 
         def answer(first: int) -> None:
             for place in places[first::_IN_FLIGHT]:
                 seed = derive_seed("rollouts", self.options.seed, number, place)
                 request = self._request(name, prompts[place // self.num_generations], seed)
-                self.found[place] = self.server.patiently(partial(self._answer, request, load))
+                found[place] = self.server.patiently(partial(self._answer, request, load))
 
-        for task in as_completed([begun(partial(answer, first)) for first in places[:_IN_FLIGHT]]):
-            task.result()
-        return json.dumps([self.found[place] for place in places])
+        left, seconds = {begun(partial(answer, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS
+        while left:
+            done, left = wait(left, seconds, FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if left:
+                log.info("The server has given %d of %d answers.", len(found), len(places))
+                seconds *= 2
+        return json.dumps([found[place] for place in places])
 
     def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         return {
@@ -253,7 +234,7 @@ class ServerEngine:
             response = json.loads(content)
             choice, model = response["choices"][0], response["model"]
             tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
-            logps = choice["logprobs"]["token_logprobs"] if self.with_logps else None
+            logps = list(choice["logprobs"]["token_logprobs"]) if self.with_logps else None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RolloutError(f"The server {self.server.url} gives an answer without {error}.") from error
         if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
@@ -273,6 +254,7 @@ class ServerEngine:
             return f"returns the token {outside[0]!r}, and the model's vocabulary has {self.vocab_size}"
         if is_done and not self.stops.ends(tokens):
             return "leaves out the token that ends an answer"
-        if self.with_logps and not (isinstance(logps, list) and len(logps) == len(tokens) and None not in logps):
+        known = [isinstance(each, (int, float)) and math.isfinite(each) for each in logps or ()]
+        if self.with_logps and known != [True] * len(tokens):
             return "gives no log-probability of each token, which --correct_mismatch needs"
         return None

@@ -4,16 +4,18 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import BEGINNING, Schedule, StepRows
-from fsdp_qlora.errors import RewardError, TrainingError
+from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.ranks.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.rollouts.engine import Completion, Engine
+from fsdp_qlora.rollouts.engine import Completion, Engine, by_rank_0
 from fsdp_qlora.rollouts.prompts import Prompt, PromptData
 from fsdp_qlora.rollouts.records import Answer, RolloutFile, table_of
 from fsdp_qlora.rollouts.rewards import Scorer
@@ -34,6 +36,7 @@ class Rollouts:
     scorer: Scorer
     file: RolloutFile
     ranks: Ranks
+    control: Control
     text_of: Callable[[list[int]], str]
     logprobs: Callable[[TokenizedRows], np.ndarray] | None
     scale_rewards: str
@@ -44,7 +47,8 @@ class Rollouts:
         """Give every step from `first` on; in the middle of a generation its answers are read back.
 
         Raises:
-            RewardError: a reward function has failed. TrainingError: the file cannot be written, or lacks answers.
+            RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
+            lacks answers. RunStopped: the ranks have agreed to stop.
         """
         answers, each = self._kept(first), schedule.num_generations
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
@@ -72,7 +76,8 @@ class Rollouts:
         groups = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
         given = [(prompt, said) for prompt, group in zip(prompts, groups, strict=True) for said in group]
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
-        values = self._scores(given, numbers)
+        score = partial(self.scorer.score, self._batch(given), numbers)
+        values = json.loads(by_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
@@ -96,15 +101,6 @@ class Rollouts:
                 self.file.append(answers)
         return answers
 
-    def _scores(self, given: Sequence[tuple[Prompt, Completion]], numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """What each function says, by rank 0, on every rank."""
-        found = ""
-        with raise_on_all_ranks(RewardError, self.ranks.device):
-            if self.ranks.is_rank_0:
-                found = json.dumps(self.scorer.score(self._batch(given), numbers))
-        scores: dict[str, list[Any]] = json.loads(all_gather_strings(found, self.ranks.device)[0])
-        return scores
-
     def _batch(self, given: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
         prompts, said = [prompt for prompt, _ in given], [completion.token_ids for _, completion in given]
@@ -112,9 +108,8 @@ class Rollouts:
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.asked, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
-        columns = {
-            name: [prompt.columns.get(name) for prompt in prompts] for prompt in prompts for name in prompt.columns
-        }
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         return {**columns, "prompts": [each.asked for each in prompts], "completions": texts, "completion_ids": said}
 
 

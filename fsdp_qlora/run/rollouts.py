@@ -11,7 +11,7 @@ from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.checkpointing.run_folder import ADAPTERS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.schedule import RowSource
-from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops
+from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.results.save import save_adapter
@@ -39,6 +39,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
         Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.reward_timeout),
         RolloutFile(folder),
         trainer.ranks,
+        trainer.control,
         lambda tokens: stops.text_of(Answer(0, [], tokens)),
         partial(token_logprobs, trainer.forward) if looks_back else None,
         config.scale_rewards,
@@ -67,15 +68,13 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
         )
     assert generation is not None
     return EmbeddedEngine(
-        model,
+        partial(TextGenerator, model, trainer.ranks, plan.model.precision, stops),
         trainer.ranks,
-        plan.model.precision,
-        stops,
+        trainer.control,
         options,
         config.num_generations,
         generation.at_a_time,
         partial(kept_gathered, model) if generation.gathered else contextlib.nullcontext,
-        trainer.heartbeat,
     )
 
 

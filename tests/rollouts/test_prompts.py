@@ -84,10 +84,12 @@ def test_the_table_has_the_longest_row_that_an_answer_can_make(tmp_path: Path) -
 def test_a_tokenizer_without_a_dot_has_room_for_answers_too(tmp_path: Path) -> None:
     letters = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}])
-    config = TrainConfig(dataset=(str(path),), objective="grpo", rewards=("number",), max_completion_length=3)
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
+    usual = {"objective": "grpo", "rewards": ("number",), "max_completion_length": 3, "max_bad_rows": 1.0}
+    config = TrainConfig(dataset=(str(path),), **usual)
     data = read_prompts(tokenizer, config.pick(DataOptions, images=None), vocab_size=3)
     assert data.train.input_ids.tolist() == [2, 2, 1, 1, 1]
+    assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 
 
 def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_qlora.errors import RewardError, UserError
+from fsdp_qlora.errors import RolloutError, UserError
 from fsdp_qlora.rollouts.records import RolloutFile
 from fsdp_qlora.rollouts.rewards import Reward, Scorer, load_rewards
 from fsdp_qlora.rollouts.source import advantages, metrics_of
@@ -81,19 +81,38 @@ def divide(completions: list[str], answer: list[int], **_: Any) -> list[float]:
 
 
 def test_a_function_that_fails_is_named_with_its_row(lines: list[str]) -> None:
-    with pytest.raises(RewardError, match="mine failed at row 7 of the dataset: ZeroDivisionError"):
+    with pytest.raises(RolloutError, match="mine failed at row 7 of the dataset: ZeroDivisionError"):
         scored(divide)
     assert scored(divide, zero=True) == [1, 0, 0.5] and "1 answers count as 0" in lines[-1]
-    with pytest.raises(RewardError, match="row 7, 9 of the dataset: ValueError: it returned 2 values for 1 answers"):
+    with pytest.raises(RolloutError, match="row 7, 9 of the dataset: ValueError: it returned 2 values for 1 answers"):
         scored(lambda **_: [1, 2])
-    with pytest.raises(RewardError, match="it returned nan"):
+    with pytest.raises(RolloutError, match="it returned nan"):
         scored(lambda completions, **_: [math.nan] * len(completions))
-    with pytest.raises(RewardError, match="TypeError"):
+    with pytest.raises(RolloutError, match="TypeError"):
         scored(lambda **_: 3)
-    with pytest.raises(RewardError, match=r"row 7, 9 .* did not return within --reward_timeout 0.5 s"):
+    with pytest.raises(RolloutError, match=r"row 7, 9 .* did not return within --reward_timeout 0.5 s"):
         scored(lambda **_: time.sleep(30), seconds=0.5)
     assert scored(lambda **_: time.sleep(30), zero=True, seconds=0.5) == [0, 0, 0]
     assert scored(lambda completions, **_: [None] * len(completions)) == [None] * 3
+
+
+def test_a_functions_own_time_limit_is_not_that_of_the_run() -> None:
+    def ask(**_: Any) -> list[float]:
+        raise TimeoutError("the judge does not answer")
+
+    with pytest.raises(RolloutError, match="TimeoutError: the judge does not answer"):
+        scored(ask)
+
+
+def test_a_function_that_changes_what_it_gets_changes_its_own_copy() -> None:
+    def spoil(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        completions.reverse()
+        return [float(ids.pop()) for ids in completion_ids]
+
+    batch = {"prompts": ["?"], "completions": ["a", "b"], "completion_ids": [[1, 2], [3]]}
+    found = Scorer([Reward("mine", 1.0, spoil)], zero_on_error=False, seconds=60).score(batch, [1, 1])
+    assert found["mine"] == [2, 3]
+    assert batch == {"prompts": ["?"], "completions": ["a", "b"], "completion_ids": [[1, 2], [3]]}
 
 
 def test_a_function_that_fails_for_all_together_is_said(lines: list[str]) -> None:
@@ -142,3 +161,10 @@ def test_a_cut_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
     assert [each["completion"] for each in file.cut(6)] == ["a\u2028b"] and path.read_bytes() == b"".join(whole[:5])
     assert [each["step"] for each in file.cut(4)] == [3, 3] and path.read_bytes() == b"".join(whole[:4])
     assert file.cut(0) == [] and not path.read_bytes()
+
+
+def test_a_number_that_is_none_is_written_for_the_step_to_refuse(tmp_path: Path) -> None:
+    file = RolloutFile(tmp_path)
+    file.append([{"step": 1, "old_logps": [math.nan, -math.inf]}])
+    [answer] = file.cut(1)
+    assert math.isnan(answer["old_logps"][0]) and answer["old_logps"][1] == -math.inf

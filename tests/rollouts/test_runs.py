@@ -4,9 +4,11 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from fsdp_qlora.checkpointing import checkpoint
-from tests.chaos.harness import KILLED, adapter, numbers, run
+from fsdp_qlora.errors import ENDINGS
+from tests.chaos.harness import adapter, numbers, run
 from tests.tiny import ROOT, flags, make_model, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -93,7 +96,7 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     assert zeros == [True] * 4
 
 
-def kill_at(phase: str, number: int) -> None:
+def kill_at(phase: str, number: int, *, with_signal: int = signal.SIGKILL) -> None:
     """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor gives one."""
     from fsdp_qlora.control.clock import Heartbeat
 
@@ -101,10 +104,31 @@ def kill_at(phase: str, number: int) -> None:
 
     def counted(self: Heartbeat, step: int, now: str) -> None:
         if now == phase and next(left, 0) == 1:
-            KILLED()
+            signal.raise_signal(with_signal)
         beat(self, step, now)
 
     Heartbeat.beat = counted  # type: ignore[method-assign]
+
+
+STOPPING = """
+import os, signal, time
+
+def short(completions, **_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+def test_a_run_stops_while_answers_are_generated_or_scored(models: Models, tmp_path: Path) -> None:
+    options = {**inputs(models, tmp_path), "gradient_accumulation_steps": 4, "output_dir": tmp_path / "out"}
+    preempted = [ENDINGS["preempted"].exit_code] * 2
+    stopped = partial(kill_at, "rows", 4, with_signal=signal.SIGTERM)
+    said = run(options, tmp_path / "generating", preempted, fault=stopped)
+    assert "Stopped while step 1 waited for answers (SIGTERM)" in said
+    (tmp_path / "own.py").write_text(STOPPING)
+    said = run({**options, "reward_timeout": 500}, tmp_path / "scoring", preempted)
+    assert "Stopped while step 1 waited for answers (SIGTERM)" in said
+    assert not (tmp_path / "out" / "rollouts.jsonl").exists()
 
 
 # "rows" is while answers are generated, too.

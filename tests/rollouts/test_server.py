@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.errors import RankError, RolloutError, RunStopped
 from fsdp_qlora.generation.generate import SamplingOptions
 from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.rollouts import engine as engine_module
 from fsdp_qlora.rollouts import server as module
 from fsdp_qlora.rollouts.server import Server, ServerEngine, check_server
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
@@ -58,7 +60,7 @@ def server() -> Iterator[LoraServer]:
 def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
     """The engine of a run on one rank; its adapter is a number that grows."""
     monkeypatch.setattr(module, "_PAUSE_SECONDS", (0.01, 0.02))
-    monkeypatch.setattr(module, "_PULSE_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
     versions = iter(range(100))
 
     def save(folder: Path) -> None:
@@ -175,6 +177,7 @@ def answer(**changes: Any) -> Any:
         (answer(token_ids=[1, 2, 3, 10]), "returns the token 10, and the model's vocabulary has 10"),
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
+        (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
         (answer(logprobs=None), "gives an answer without"),
         (
             lambda path, body: (400, {"error": {"message": "too long"}}) if "prompt" in body else None,
