@@ -78,7 +78,9 @@ def read_prompts(
         for number in sorted({prompt.number for prompt in found} - {prompt.number for prompt in kept}):
             report.reject(number, NO_ROOM)
         numbers = [prompt.number for prompt in kept]
-        parts.append(join_answers([prompt.ids for prompt in kept], [[unknown] * answer] * len(kept), numbers))
+        parts.append(
+            join_answers([prompt.ids for prompt in kept], [np.full(answer, unknown, np.int32)] * len(kept), numbers)
+        )
         prompts += kept
         check_vocabulary(parts[-1], vocab_size)
         report.count(parts[-1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.rows import Numbers, TokenizedRows
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.metrics.sinks import ROLLOUTS_FILE, parse_record
 
@@ -62,14 +62,12 @@ def table_of(answers: Sequence[Answer]) -> TokenizedRows:
     )
 
 
-def join_answers(
-    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], numbers: Sequence[int]
-) -> TokenizedRows:
+def join_answers(prompts: Sequence[Numbers], answers: Sequence[Numbers], numbers: Numbers) -> TokenizedRows:
     """A row of each prompt and its answer, which is learned. numbers: of the prompts' rows in the dataset."""
-    parts = [part for pair in zip(prompts, answers, strict=True) for part in pair]
-    ends, ids = np.cumsum([0, *map(len, parts)], dtype=np.int64), [token for part in parts for token in part]
-    learned = np.repeat(np.tile([False, True], len(prompts)), np.diff(ends))
-    return TokenizedRows(np.array(ids, np.int32), learned, ends[::2], np.array(numbers, np.int64))
+    parts = [np.asarray(part, np.int32) for pair in zip(prompts, answers, strict=True) for part in pair]
+    ends, learned = np.cumsum([0, *map(len, parts)], dtype=np.int64), np.tile([False, True], len(prompts))
+    ids = np.concatenate([np.zeros(0, np.int32), *parts])
+    return TokenizedRows(ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64))
 
 
 def _of_tokens(answers: Sequence[Answer], name: str) -> np.ndarray:

@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from fsdp_qlora.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.control.clock import awake, begun
 from fsdp_qlora.control.stops import Control
-from fsdp_qlora.errors import RankError, RolloutError, TrainingError
+from fsdp_qlora.errors import RankError, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.generation.generate import SamplingOptions, Stops
 from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed
@@ -68,6 +68,7 @@ class Server:
         self._open = build_opener(ProxyHandler({})).open  # a proxy in the environment is for the world outside
         self._answered_at, self._away_since, self._said = awake(), 0.0, ""
         self._noting, self._loading = threading.Lock(), threading.Lock()
+        self.is_closed = False  # threads that still ask end, where the process goes on, as in a notebook
 
     def ask(self, path: str, body: object = None) -> bytes:
         """Send one request, a POST if it has a body. Raises _Failed."""
@@ -91,6 +92,8 @@ class Server:
         began, (pause, longest) = awake(), _PAUSE_SECONDS
         while True:
             try:
+                if self.is_closed:
+                    raise RolloutError("The run has ended.")
                 found = ask()
             except _Failed as error:
                 if error.status and error.status not in _MAY_PASS:
@@ -186,7 +189,11 @@ class ServerEngine:
                 for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
                     shutil.rmtree(path, ignore_errors=True)
             self.save(folder)
-        text = by_rank_0(partial(self._answers, folder, prompts, number), self.control, self.ranks, version)
+        try:
+            text = by_rank_0(partial(self._answers, folder, prompts, number), self.control, self.ranks, version)
+        except (RolloutError, RunStopped):
+            self.server.is_closed = True
+            raise
         answers = [Completion(*values) for values in json.loads(text)]
         return [answers[first : first + each] for first in range(0, len(answers), each)]
 

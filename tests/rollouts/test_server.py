@@ -212,6 +212,20 @@ def test_a_run_stops_while_it_waits_and_beats_until_then(engine: ServerEngine, s
 
 
 @pytest.mark.quick
+def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine, server: LoraServer) -> None:
+    def away(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
+        engine.control.signals.wish = 4 if "prompt" in body else 0
+        return (0, None) if "prompt" in body else None
+
+    server.faults.append(away)
+    engine.server._patience = 1e6
+    others = {*threading.enumerate()}
+    with pytest.raises(RunStopped):
+        engine.complete(PROMPTS, 0, 0)
+    wait_for(lambda: not [each for each in {*threading.enumerate()} - others if each.name == "begun-call"], 20)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
