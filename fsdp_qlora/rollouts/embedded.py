@@ -25,20 +25,17 @@ class EmbeddedEngine:
     ranks: Ranks
     control: Control
     options: SamplingOptions
-    num_generations: int
     at_a_time: int
     gathered: Callable[[], contextlib.AbstractContextManager[None]]
 
-    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[list[Completion]]:
+    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
         seed = derive_seed("rollouts", self.options.seed, number)
         generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
-        rank, number_of_ranks, each = self.ranks.rank, self.ranks.world_size, self.num_generations
-        places = range(len(prompts) * each)
-        own = [Answer(place, list(prompts[place // each])) for place in places[rank::number_of_ranks]]
+        rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
+        own = [Answer(place, list(prompts[place])) for place in range(rank, count, number_of_ranks)]
         beat = partial(go_on, self.control, self.ranks, version)
         with self.gathered():
-            for first in range(0, -(-len(places) // number_of_ranks), self.at_a_time):  # as often on every rank
+            for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
                 generator.generate(own[first : first + self.at_a_time], beat=beat)
         found: list[Any] = gather_answers(own, lambda answer: [answer.tokens, answer.is_done], self.ranks.device)
-        completions = [Completion(*answer) for answer in found]
-        return [completions[first : first + each] for first in range(0, len(completions), each)]
+        return [Completion(*answer) for answer in found]

@@ -28,8 +28,8 @@ class Completion(NamedTuple):
 class Engine(Protocol):
     """Answers prompts with the weights that the run has now."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[list[Completion]]:
-        """Answer each prompt num_generations times. Called on every rank with all prompts; returns all answers there.
+    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        """Answer each prompt; one is given as often as it has answers. Called on every rank with all, and returns all.
 
         Args:
             prompts: token ids. number: of the generation in the run; an answer's seed follows from the run's, this

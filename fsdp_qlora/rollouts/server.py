@@ -178,12 +178,11 @@ class ServerEngine:
     control: Control
     stops: Stops
     options: SamplingOptions
-    num_generations: int
     vocab_size: int
     with_logps: bool
 
-    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[list[Completion]]:
-        folder, each = self.prefix.with_name(f"{self.prefix.name}-v{version}"), self.num_generations
+    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:  # the newest one may still be read
                 for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
@@ -194,20 +193,18 @@ class ServerEngine:
         except (RolloutError, RunStopped):
             self.server.is_closed = True
             raise
-        answers = [Completion(*values) for values in json.loads(text)]
-        return [answers[first : first + each] for first in range(0, len(answers), each)]
+        return [Completion(*values) for values in json.loads(text)]
 
     def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], number: int) -> str:
         """All answers as JSON, each as the values of a Completion."""
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
         load = partial(self.server.load, name, folder)
         self.server.patiently(load)
-        places, found = range(len(prompts) * self.num_generations), dict[int, Completion]()
+        places, found = range(len(prompts)), dict[int, Completion]()
 
         def answer(first: int) -> None:
             for place in places[first::_IN_FLIGHT]:
-                seed = derive_seed("rollouts", self.options.seed, number, place)
-                request = self._request(name, prompts[place // self.num_generations], seed)
+                request = self._request(name, prompts[place], derive_seed("rollouts", self.options.seed, number, place))
                 found[place] = self.server.patiently(partial(self._answer, request, load))
 
         left, seconds = {begun(partial(answer, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS

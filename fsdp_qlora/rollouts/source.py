@@ -72,9 +72,9 @@ class Rollouts:
 
     def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Answer]:
         """Answer prompts [prompts, answers], given by their rows; called on every rank, with the same result."""
-        prompts = [self.data.prompts[row] for row in rows[:, 0]]
-        groups = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
-        given = [(prompt, said) for prompt, group in zip(prompts, groups, strict=True) for said in group]
+        prompts = [self.data.prompts[row] for row in rows.ravel()]
+        completions = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
+        given = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
         score = partial(self.scorer.score, self._batch(given), numbers)
         values = json.loads(by_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))

@@ -30,7 +30,7 @@ from tests.rollouts.lora_server import LoraServer
 from tests.tiny import ROOT, WORDS, _free_port, write_rows
 
 END, LONGEST = 9, 4
-PROMPTS = [[1, 2], [3]]
+PROMPTS = [[1, 2]] * 3 + [[3]] * 3
 
 
 class Stops:
@@ -79,7 +79,6 @@ def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Control(),
         Stops(),  # type: ignore[arg-type]
         SamplingOptions(LONGEST, temperature=0.7, seed=5),
-        num_generations=3,
         vocab_size=10,
         with_logps=True,
     )
@@ -94,11 +93,11 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: ServerEngine, server: LoraServer) -> None:
     first = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
-    assert [len(group) for group in first] == [3, 3] and len({body["seed"] for body in bodies}) == 6
+    assert len(first) == len({body["seed"] for body in bodies}) == 6
     by_prompt = sorted((tuple(body["prompt"]), choose(server.adapters[body["model"]], body)) for body in bodies)
-    found = [(tuple(p), (a.token_ids, a.logps)) for p, group in zip(PROMPTS, first, strict=True) for a in group]
+    found = [(tuple(p), (a.token_ids, a.logps)) for p, a in zip(PROMPTS, first, strict=True)]
     assert sorted(found) == by_prompt
-    assert all(answer.is_done == (answer.token_ids[-1] == END) for group in first for answer in group)
+    assert all(answer.is_done == (answer.token_ids[-1] == END) for answer in first)
     settings = {"temperature": 0.7, "max_tokens": LONGEST, "top_p": 1.0, "top_k": -1, "stop_token_ids": [END]}
     assert all(body.items() >= settings.items() for body in bodies)
     assert engine.complete(PROMPTS, 1, 1) != first
@@ -149,7 +148,7 @@ def test_what_may_pass_is_waited_for_and_changes_no_answer(
     found = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
     wanted = {json_key(body): choose(f"{engine.prefix}-v0", body)[0] for body in bodies}
-    assert sorted(answer.token_ids for group in found for answer in group) == sorted(wanted.values())
+    assert sorted(answer.token_ids for answer in found) == sorted(wanted.values())
     assert any(said in line for line in lines) and any("answers again" in line for line in lines)
 
 
