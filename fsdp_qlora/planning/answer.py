@@ -6,6 +6,7 @@ import html
 import itertools
 import logging
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import describe_pieces, format_count
+from fsdp_qlora.planning.generation import plan_generation
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
@@ -143,6 +145,7 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
     yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
     pieces = describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens)
     yield from filter(None, (pieces, describe_exchange(found.plan)))
+    yield from _generation_lines(found)
     yield ""
     resident = sum(_always_there(found).values())
     for name, sizes in memory.phases.items():
@@ -168,6 +171,18 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
 def _model_line(found: PlannedRun) -> str:
     billions = count_parameters(found.plan.meta.parts)["total"] / 1e9
     return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
+
+
+def _generation_lines(found: PlannedRun) -> list[str]:
+    """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
+    config, request = found.config, found.request
+    if not config.rewards or config.rollout_url:
+        return []
+    answers = found.rows * request.num_gpus
+    free = int(request.gpu.memory_gib * GIB) - sum(found.beside_torch.values())
+    generation = plan_generation(found.plan, answers, config.longest_row, free)
+    line = generation.describe(answers // config.num_generations, config.num_generations, 0)
+    return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
 
 
 def _always_there(found: PlannedRun) -> dict[str, int]:

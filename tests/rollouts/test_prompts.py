@@ -140,4 +140,5 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
     asked |= {"model_name": models(), "dataset": rows, "max_completion_length": 8, "num_gpus": 2, "gpu": "RTX 3090"}
     assert main(["plan", "--auto", "true", *flags(**asked)]) == 0
     said = capsys.readouterr().out
+    assert "Generation: 4 answers to each of 2 prompts for a step, of 4 on a rank 4 at a" in said
     assert "fits: " in said and "with 16 rows per step on each GPU instead of 4" in said  # 9 prompts: at most 36 in all
