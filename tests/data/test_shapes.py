@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.data.prepare import DataOptions
 from fsdp_qlora.run.options import parse_train_config
 from tests.data.test_data import write_csv, write_jsonl
 from tests.data.test_own_data import Rows, prepare, tokenizer
@@ -189,8 +188,7 @@ def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str,
     assert tuple(OFFERED.findall(str(error.value))) == commands
     for command in commands:
         config = parse_train_config(["--model_name", "x", "--dataset", str(path), *shlex.split(command)])
-        options = vars(config.pick(DataOptions, images=None)) | {"context_length": 2000}
-        del options["images"]  # no option
+        options = vars(config) | {"context_length": 2000}
         assert len(prepare(*options.pop("dataset"), **options)[0].train) >= len(rows) / 2
 
 
