@@ -18,7 +18,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
-from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
@@ -225,7 +224,7 @@ def _choose_context_length(
         with _opened(tokenizer, one, source) as pipeline:
             reports.append(pipeline.measured())
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
-    chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+    chosen = tokenization.context_for(needed, longest)
     used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
     which = f"the first {used:,}" if options.streaming else f"{used:,} of {total:,}" if used < total else f"{used:,}"
     log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")

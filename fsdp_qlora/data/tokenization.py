@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.formats import Format
 from fsdp_qlora.data.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.rendering import Renderer
@@ -156,6 +157,11 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
         image_sizes=np.array([(len(row.images), row.image_values) for row in rows if names], np.int64).reshape(-1, 2),
     )
+
+
+def context_for(needed: int, longest: int | None) -> int:
+    """--context_length auto for rows of `needed` tokens. longest: that the model supports, if known."""
+    return min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
 
 
 def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:

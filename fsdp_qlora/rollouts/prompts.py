@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.formats import IGNORE, parse_columns
 from fsdp_qlora.data.prepare import DataOptions, RunData, check_report, describe_dataset
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import CHAT, TEXT, prompt_record
 from fsdp_qlora.data.rows import NO_ROOM, BadRow, DataReport, Row, SourceFile, TokenizedRows, join_rows, unicode_of
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, find_source, parse_name
-from fsdp_qlora.data.tokenization import check_vocabulary
+from fsdp_qlora.data.tokenization import check_vocabulary, context_for
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import PromptFormat, question_of
 from fsdp_qlora.ranks.ranks import derive_seed
@@ -69,7 +68,7 @@ def read_prompts(
     if options.context_length == "auto":  # as for other rows
         lengths = [len(prompt.ids) + answer for found, *_ in read for prompt in found]
         needed = int(np.quantile(lengths or [2], 0.99, method="inverted_cdf"))
-        context = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+        context = context_for(needed, longest)
         log.info("Context: %s tokens (auto: 99%% of the prompts need at most %s)", f"{context:,}", f"{needed:,}")
         options = dataclasses.replace(options, context_length=context)
     parts, prompts, length = list[TokenizedRows](), list[Prompt](), options.longest_row
