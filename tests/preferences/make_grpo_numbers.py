@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.preferences.answers import ANSWERS, CASES, LONGEST, LR, PROMPTS, STEPS, Answer, answers, make_adapter
-from tests.preferences.pairs import sketch
+from tests.preferences.pairs import plain_sgd, sketch
 from tests.tiny import make_model
 
 KEPT = ("loss", "kl", "grad_norm", "entropy", "clip_ratio/", "reward", "frac_", "completions/")
@@ -62,22 +62,11 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     corrects = options.pop("correct_mismatch", False)
     config = GRPOConfig(
         **options,
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=PROMPTS * ANSWERS,
+        **plain_sgd(folder, steps=STEPS, lr=LR, batch_size=PROMPTS * ANSWERS),
         num_generations=ANSWERS,
         max_completion_length=LONGEST,
         vllm_importance_sampling_mode="token_truncate",
         shuffle_dataset=False,
-        max_steps=STEPS,
-        optim="sgd",
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
     )
     fixed = Fixed()
     prompts = Dataset.from_list([{"prompt": f"{i}"} for i in range(PROMPTS)])

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, sketch, start_adapter
+from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, plain_sgd, sketch, start_adapter
 from tests.tiny import make_model
 
 # Case -> TRL's trainer and configuration, and its names of the case's options.
@@ -45,21 +45,7 @@ def numbers(case: str, model_type: str, folder: Path) -> dict[str, list[Any]]:
     tokenizer.pad_token = tokenizer.eos_token
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
     pairs = make_labeled() if case == "kto" else make_pairs()
-    config = config_class(
-        **options,
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=len(pairs),
-        max_steps=STEPS,
-        optim="sgd",
-        learning_rate=LR,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
-    )
+    config = config_class(**options, **plain_sgd(folder, steps=STEPS, lr=LR, batch_size=len(pairs)))
     trainer = trainer_class(
         model=model, args=config, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer
     )

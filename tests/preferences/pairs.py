@@ -25,6 +25,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def plain_sgd(folder: Path, *, steps: int, lr: float, batch_size: int) -> dict[str, Any]:
+    """Options of TRL's trainers for a few steps of SGD on a CPU, each logged, with nothing saved or reported."""
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": batch_size,
+        "max_steps": steps,
+        "optim": "sgd",
+        "learning_rate": lr,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+    }
+
+
 def make_pairs(count: int = 8, seed: int = 0) -> list[dict[str, str]]:
     """Prompts with answers of uneven lengths; the chosen ones begin with another word."""
     generator = torch.Generator().manual_seed(seed)
