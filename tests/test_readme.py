@@ -187,7 +187,7 @@ def test_every_place_that_names_pythons_names_those_of_pyproject() -> None:
         }
     assert settings["tool"]["ruff"]["target-version"] == f"py3{lowest}"
     torch = re.search(r":-torch==(\d+\.\d+)", (ROOT / "scripts/setup_env.sh").read_text())
-    assert torch is not None and f"an environment with torch {torch[1]}," in (ROOT / "README.md").read_text()
+    assert torch is not None and f"an environment with torch {torch[1]} " in (ROOT / "README.md").read_text()
     printed = subprocess.run(["bash", "-c", ". scripts/python_span.sh; python_span"], cwd=ROOT, capture_output=True)
     assert printed.stdout.decode().split() == [f"3.{minor}" for minor in range(lowest, highest + 1)]
 
