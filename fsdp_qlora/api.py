@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
-from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import stored_values
 from fsdp_qlora.control import launch
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, read_records
 from fsdp_qlora.run.options import make_train_config
 from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
+from fsdp_qlora.storage.records import read_records
+from fsdp_qlora.storage.run_files import METRICS_FILE, STATUS
 
 
 @dataclass(frozen=True)

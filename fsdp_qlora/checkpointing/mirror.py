@@ -24,9 +24,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import MANIFEST, staging_folder
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.storage.files import (
     flush,
@@ -37,6 +35,7 @@ from fsdp_qlora.storage.files import (
     staged_file,
     write_json,
 )
+from fsdp_qlora.storage.run_files import CHECKPOINTS, METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 

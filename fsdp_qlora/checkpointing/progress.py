@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from statistics import median
 from typing import Any
 
-from fsdp_qlora.metrics.sinks import plain
+from fsdp_qlora.storage.records import plain
 
 _RECENT = 50  # losses
 _MIN_RECENT = 20

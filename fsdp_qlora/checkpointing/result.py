@@ -10,10 +10,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_files, records_of
-from fsdp_qlora.checkpointing.run_folder import CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.storage.files import FileRecord, flush, flush_files
+from fsdp_qlora.storage.run_files import CARD, CHECKPOINTS, RESULT
 
 log = logging.getLogger("fsdp_qlora")
 

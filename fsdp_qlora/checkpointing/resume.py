@@ -15,11 +15,8 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.mirror import Store, fetch
 from fsdp_qlora.checkpointing.result import publish_files, result_error
 from fsdp_qlora.checkpointing.run_folder import (
-    CHECKPOINTS,
     OR_ANEW,
-    RUN,
     RUN_KEYS,
-    STATUS,
     StartRequest,
     check_usable,
     errors_explained,
@@ -38,6 +35,7 @@ from fsdp_qlora.output.redact import redact
 from fsdp_qlora.ranks.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json, write_json
+from fsdp_qlora.storage.run_files import CHECKPOINTS, RUN, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -20,23 +20,11 @@ from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.output.redact import lost_output
 from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
+from fsdp_qlora.storage.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 
-CHECKPOINTS = "checkpoints"
-CARD, RECORD = "README.md", "training.json"  # what a result says of itself
-BEST = "best"  # the adapter of the lowest held-out loss
-ADAPTERS = "rollout_adapters"  # of the versions that a server has answered with last
-LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 _STATUS_SECONDS = 10.0  # between two writes of status.json
-# Files that a run leaves in its folder; --overwrite_output_dir removes only these.
-RUN_FILES = (
-    "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "rollouts.jsonl", "samples.jsonl", ADAPTERS,
-    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
-    "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, ".from_mirror",
-)  # fmt: skip
 OR_ANEW = "or start from zero with --resume off --overwrite_output_dir true."
 # An option, and the value with which a resumed run keeps what it has decided for it.
 KEPT = {("context_length", "auto")}

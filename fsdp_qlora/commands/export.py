@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
 def find_checkpoint(source: Path, *, best: bool) -> Path:
     """The checkpoint that `source` is, or the newest or best one of the run that it is."""
     from fsdp_qlora.checkpointing import checkpoint
-    from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
     from fsdp_qlora.checkpointing.saving import best_step
+    from fsdp_qlora.storage.run_files import CHECKPOINTS
 
     if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
         return source

@@ -15,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
+from fsdp_qlora.data.data_report import DataReport
 from fsdp_qlora.data.images import UNREADABLE, are_as_kept
-from fsdp_qlora.data.rows import ENDED_WORKERS, NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
 from fsdp_qlora.ranks.process_group import gather_numbers

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.control.clock import within
-from fsdp_qlora.data.rows import ENDED_WORKERS, BadRow, Chat, Segment, texts_of
+from fsdp_qlora.data.content import ENDED_WORKERS, BadRow, Chat, Segment, texts_of
 from fsdp_qlora.errors import UserError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_qlora.data.content import BadRow, Chat, Row, refuse_media, text_of, texts_of, unicode_of
 from fsdp_qlora.data.images import Images
-from fsdp_qlora.data.rows import BadRow, Chat, Row, refuse_media, text_of, texts_of, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {

@@ -14,9 +14,9 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_qlora.data.rows import BadRow, Row
+from fsdp_qlora.data.content import BadRow, Row
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import first_line
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.storage.files import record_of
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]

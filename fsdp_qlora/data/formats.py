@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data import chats, preferences, prompts
-from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Row, Segment, refuse_media, text_of
+from fsdp_qlora.data.content import BadRow, Content, Fields, Rendered, Row, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
 
 HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from fsdp_qlora.data.content import BadRow, Segment
 from fsdp_qlora.data.images import load
-from fsdp_qlora.data.rows import BadRow, Segment
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import first_line
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.storage.files import record_of
 
 _FILES = ("processor_config.json", "preprocessor_config.json")

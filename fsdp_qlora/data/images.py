@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.data.rows import FOLDER, BadRow, Image, Row, unicode_of
+from fsdp_qlora.data.content import FOLDER, BadRow, Image, Row, unicode_of
 from fsdp_qlora.errors import RankError, UserError
 from fsdp_qlora.storage.files import cache_folder
 

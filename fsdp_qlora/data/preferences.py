@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data import chats
-from fsdp_qlora.data.rows import BadRow, Chat, Fields, PreferenceRow, Rendered, Row, Segment, refuse_media, text_of
+from fsdp_qlora.data.content import BadRow, Chat, Fields, PreferenceRow, Rendered, Row, Segment, refuse_media, text_of
 
 SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called

@@ -21,21 +21,13 @@ from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data import formats, preferences, sources, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
+from fsdp_qlora.data.content import FOLDER, BadRow, Row, SourceFile
+from fsdp_qlora.data.data_report import NUMBERS_SHOWN, DataReport
 from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
 from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
-from fsdp_qlora.data.rows import (
-    FOLDER,
-    NO_ROWS,
-    NUMBERS_SHOWN,
-    BadRow,
-    DataReport,
-    Row,
-    SourceFile,
-    TokenizedRows,
-    join_rows,
-)
+from fsdp_qlora.data.rows import NO_ROWS, TokenizedRows, join_rows
 from fsdp_qlora.data.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import Entry, Source
 from fsdp_qlora.data.streaming import RowStream, StreamPosition, spread

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_qlora.data.rows import Chat, Fields, Segment
+from fsdp_qlora.data.content import Chat, Fields, Segment
 from fsdp_qlora.errors import UserError
 
 # Names in braces that a template may have -> the field of `Fields`. What else is in braces is text.

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.chats import read_chat
+from fsdp_qlora.data.content import BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.image_processor import ImageProcessor
 from fsdp_qlora.data.images import keep
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
+from fsdp_qlora.data.content import BadRow, Row
 from fsdp_qlora.data.files import (
     BATCH_ROWS,
     FILE_KINDS,
@@ -30,9 +31,9 @@ from fsdp_qlora.data.files import (
     number_rows,
     read_file,
 )
-from fsdp_qlora.data.rows import BadRow, Row
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
+from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.storage.files import fingerprint_files
 
 log = logging.getLogger("fsdp_qlora")

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fsdp_qlora.data.data_report import DataReport
 from fsdp_qlora.data.files import ChooseColumns
-from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import TokenizedRows, join_rows
 from fsdp_qlora.data.schedule import BEGINNING, Schedule, StepRows, epoch_order
 from fsdp_qlora.data.sources import Entry, Source, read_entries
 from fsdp_qlora.errors import UserError

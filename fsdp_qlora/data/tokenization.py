@@ -10,21 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.config.options import MOST_OF_AUTO
+from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
+from fsdp_qlora.data.data_report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
 from fsdp_qlora.data.formats import Format
 from fsdp_qlora.data.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.rows import (
-    NO_ROOM,
-    NO_ROOM_FOR_TURN,
-    NO_TARGET,
-    BadRow,
-    DataReport,
-    Rendered,
-    Row,
-    Segment,
-    SourceFile,
-    TokenizedRows,
-)
+from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.sources import DUMMY
 from fsdp_qlora.errors import UserError
 

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from fsdp_qlora.generation.prompts import PromptFormat, Question
-from fsdp_qlora.metrics.sinks import SAMPLES_FILE, read_records
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers
@@ -30,6 +29,8 @@ from fsdp_qlora.ranks.ranks import Ranks, derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.records import read_records
+from fsdp_qlora.storage.run_files import SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
 

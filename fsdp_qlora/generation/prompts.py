@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.content import BadRow, Fields, Rendered, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import PromptTemplate, find_template
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, prompt_record
-from fsdp_qlora.data.rows import BadRow, Fields, Rendered, Segment
 from fsdp_qlora.data.tokenization import encode
 from fsdp_qlora.errors import UserError
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import first_line
 from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all

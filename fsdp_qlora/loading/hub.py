@@ -3,9 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -13,19 +12,17 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.storage.files import free_disk
 
-if TYPE_CHECKING:  # a wrong name is refused without torch
-    import torch.distributed as dist
-
-    from fsdp_qlora.ranks.ranks import Ranks
-
 log = logging.getLogger("fsdp_qlora")
+
+Once = Callable[[Callable[[], str], str], str]
+"""Calls a function that downloads, described in words, on one rank of the machine; see `store.once_per_machine`."""
 
 HUB_TIMEOUT_SECONDS = 10
 # Copies of the weights in other layouts, which some repositories have in addition to the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
-_DOWNLOAD_HOURS = 24.0
 _WEIGHTS = ["*.safetensors"]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
@@ -70,11 +67,6 @@ def hub_reason(error: Exception) -> str:
     return f"the Hugging Face hub is out of reach ({first_line(error)})"
 
 
-def first_line(error: Exception) -> str:
-    """An error's type and the first line of its text."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
 def conversion_advice(model: str) -> str:
     """A sentence that tells how to convert pickled weights to safetensors."""
     target = f"{Path(model).name}-safetensors"
@@ -93,8 +85,7 @@ def find_model_folder(
     with_code: bool = False,
     is_preview: bool = False,
     revision: str | None = None,
-    ranks: "Ranks | None" = None,
-    store: "dist.Store | None" = None,
+    once: Once | None = None,
 ) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
 
@@ -105,10 +96,10 @@ def find_model_folder(
         with_code: download Python files too.
         is_preview: the weights will not be fetched later, so there need be no room for them.
         revision: a commit of the model on the hub; None for the newest.
-        ranks, store: of a run of several processes; without them this process downloads by itself.
+        once: lets one rank of a machine download for all; None: this process downloads by itself.
     Raises:
         UserError: the model cannot be used or had, the same on every rank of a machine.
-        LostRank: local rank 0 has ended, or the download takes longer than _DOWNLOAD_HOURS.
+        LostRank: raised by `once`: local rank 0 has ended, or the download takes too long.
     """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
@@ -120,16 +111,12 @@ def find_model_folder(
     patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
 
     def download() -> str:
-        if ranks and not ranks.is_rank_0:
+        if os.environ.get("RANK", "0") != "0":
             disable_progress_bars()
         return _snapshot(model_name, patterns, revision, later=[] if is_preview else _WEIGHTS)
 
-    if ranks is None or store is None:
-        return Path(download())
-    from fsdp_qlora.ranks.store import once_per_machine
-
     what = f"the download of {model_name}" if with_weights else f"the configuration of {model_name}"
-    return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))
+    return Path(once(download, what) if once else download())
 
 
 def download_adapter(name: str) -> Path:
@@ -138,10 +125,10 @@ def download_adapter(name: str) -> Path:
     return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")))
 
 
-def fetch_weights(model_name: str, folder: Path, *, ranks: "Ranks", store: "dist.Store") -> None:
+def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
     """Download the weights, of the same commit, to a folder that `find_model_folder` found without them."""
     if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
-        find_model_folder(model_name, with_weights=True, revision=folder.name, ranks=ranks, store=store)
+        find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
 
 
 def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, later: list[str]) -> str:

@@ -22,20 +22,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import (
-    METRICS_FILE,
-    ROLLOUTS_FILE,
-    SAMPLES_FILE,
-    Record,
-    Sink,
-    SinkOptions,
-    TensorBoardSink,
-    numbers_in,
-    parse_record,
-    plain,
-)
+from fsdp_qlora.metrics.sinks import Sink, SinkOptions, TensorBoardSink
 from fsdp_qlora.metrics.wandb_sink import WandbSink
 from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.records import Record, numbers_in, parse_record, plain
+from fsdp_qlora.storage.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
 

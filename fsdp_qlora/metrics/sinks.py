@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +14,10 @@ from typing import Any, ClassVar
 
 from fsdp_qlora.control.clock import within
 from fsdp_qlora.output.redact import redact
+from fsdp_qlora.storage.records import Record, numbers_in, read_records
+from fsdp_qlora.storage.run_files import METRICS_FILE
 
 log = logging.getLogger("fsdp_qlora")
-
-Record = Mapping[str, Any]
-
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"  # of a run that learns from its own answers
 
 
 @dataclass(frozen=True)
@@ -207,32 +201,6 @@ def reason(error: Exception | str) -> str:
     return redact((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
 
 
-def plain(value: Any) -> Any:
-    """Convert a record to JSON types: NaN and infinities become None, 0-d arrays become numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if not isinstance(value, float) and hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return str(value)
-
-
-def numbers_in(value: object, name: str = "") -> dict[str, float]:
-    """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} -> memory_gib/reserved/0."""
-    if not isinstance(value, (Mapping, list)):
-        return {name: value} if isinstance(value, (int, float)) else {}
-    return {
-        path: number
-        for key, item in (value.items() if isinstance(value, Mapping) else enumerate(value))
-        for path, number in numbers_in(item, f"{name}/{key}" if name else str(key)).items()
-    }
-
-
 def named_numbers(record: Record) -> dict[str, float]:
     """The numbers of a record by path. Those of an evaluation have names of their own: they share a step's row."""
     numbers = numbers_in(record)
@@ -244,23 +212,3 @@ def named_numbers(record: Record) -> dict[str, float]:
 def curves(record: Record) -> dict[str, float]:
     """The named numbers of a record that are drawn by step."""
     return {name: number for name, number in named_numbers(record).items() if not name.endswith("step")}
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if it cannot be read."""
-    try:
-        # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    return [record for line in lines if (record := parse_record(line)) is not None]
-
-
-def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None if the line is damaged."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None

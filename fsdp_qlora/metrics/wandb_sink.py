@@ -17,14 +17,8 @@ from packaging.version import Version
 
 from fsdp_qlora.config.conflicts import wandb_settings
 from fsdp_qlora.control.clock import within
-from fsdp_qlora.metrics.sinks import (
-    QueuedSink,
-    Record,
-    SinkOptions,
-    named_numbers,
-    plain,
-    reason,
-)
+from fsdp_qlora.metrics.sinks import QueuedSink, SinkOptions, named_numbers, reason
+from fsdp_qlora.storage.records import Record, plain
 
 log = logging.getLogger("fsdp_qlora")
 

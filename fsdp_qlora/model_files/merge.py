@@ -16,7 +16,6 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.insert import LoraOptions, reduces_base
-from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
@@ -37,6 +36,7 @@ from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.results.card import Base, merged_documents
 from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.run_files import RECORD
 
 log = logging.getLogger("fsdp_qlora")
 

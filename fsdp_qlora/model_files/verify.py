@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.data.micro_batch import pad_rows
 from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
@@ -27,6 +26,7 @@ from fsdp_qlora.model_files.model_folder import build_plain_model
 from fsdp_qlora.planning.run_plan import data_options
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.run_files import RECORD
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -59,6 +59,11 @@ def _without_middle(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - _COLUMNS]} ... {text[-_COLUMNS:]}"
 
 
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its text."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 def quiet_libraries() -> None:
     """Suppress libraries' messages that look like failures and are not. Call it before they are imported."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)

@@ -37,7 +37,7 @@ from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks.layout import Layout
 from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import all_gather_via_store
+from fsdp_qlora.ranks.store import all_gather_via_store, download_once
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 
 log = logging.getLogger("fsdp_qlora")
@@ -132,16 +132,16 @@ class PlacedModel(ModelPlan):
 
 
 def read_model(
-    config: TrainConfig, *, with_weights: bool = False, ranks: Ranks | None = None, store: dist.Store | None = None
+    config: TrainConfig, *, with_weights: bool = False, once: hub.Once | None = None
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """The model's folder, which is downloaded if needed, its configuration and its tokenizer.
 
     Args:
-        with_weights, ranks, store: as for `hub.find_model_folder`.
+        with_weights, once: as for `hub.find_model_folder`.
     """
     name, trusted = config.model_name, config.trust_remote_code
     folder = hub.find_model_folder(
-        name, with_weights=with_weights, with_code=trusted, is_preview=config.is_preview, ranks=ranks, store=store
+        name, with_weights=with_weights, with_code=trusted, is_preview=config.is_preview, once=once
     )
     model_config = models.load_config(folder, name, trust_remote_code=trusted)
     return folder, model_config, models.load_tokenizer(folder, name, trust_remote_code=trusted)
@@ -150,7 +150,8 @@ def read_model(
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
     """Find the model, build it without weights as the train type says, and describe it."""
     # Weights are downloaded last, after all checks that do not need them.
-    plan = build_plan(config, machine, *read_model(config, ranks=machine.ranks, store=store))
+    once = download_once(machine.ranks, store) if store else None
+    plan = build_plan(config, machine, *read_model(config, once=once))
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in plan.notes:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.run_folder import RECORD, RUN, is_finished
+from fsdp_qlora.checkpointing.run_folder import is_finished
 from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.image_processor import ImageProcessor
@@ -40,6 +40,7 @@ from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
 from fsdp_qlora.rollouts.rewards import Reward, load_rewards
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.run_files import RECORD, RUN
 
 log = logging.getLogger("fsdp_qlora")
 

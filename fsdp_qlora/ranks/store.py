@@ -18,6 +18,7 @@ from fsdp_qlora.ranks.ranks import Ranks
 log = logging.getLogger("fsdp_qlora")
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
 _TO_ANSWER = datetime.timedelta(minutes=1)  # for what listens at the port: a stranger may have taken it
+_DOWNLOAD_HOURS = 24.0
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 
@@ -124,6 +125,11 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 _becomes_true(lambda: store.add("connected", 0) >= ranks.world_size, seconds=_START_SECONDS)
         raise
+
+
+def download_once(ranks: Ranks, store: dist.Store) -> Callable[[Callable[[], str], str], str]:
+    """`once_per_machine` for downloads, in which local rank 0 may take a day."""
+    return lambda work, what: once_per_machine(work, what, ranks, store, hours=_DOWNLOAD_HOURS)
 
 
 def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:

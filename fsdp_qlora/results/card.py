@@ -11,13 +11,13 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from fsdp_qlora import __version__
-from fsdp_qlora.checkpointing.run_folder import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.config.train_types import PACKAGES, TrainType
 from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.output.environment import versions
 from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.storage.run_files import CARD, RECORD
 
 _TEMPLATE = Path(__file__).resolve().parent / "card.md"
 # The training.json of an adapter from another program.

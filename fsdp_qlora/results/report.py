@@ -21,14 +21,14 @@ from typing import Any
 import yaml
 
 from fsdp_qlora import __version__
-from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
 from fsdp_qlora.output.redact import redact, redact_values
 from fsdp_qlora.storage.files import read_json, refusal_named, staged_file, write_json
+from fsdp_qlora.storage.records import numbers_in, plain, read_records
+from fsdp_qlora.storage.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 

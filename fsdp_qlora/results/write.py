@@ -21,20 +21,21 @@ from fsdp_qlora.adapters.first_values import LiveValues, Values
 from fsdp_qlora.adapters.insert import reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.run_folder import BEST, CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import RankError, TrainingError, UserError
-from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
+from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
+from fsdp_qlora.output.text import first_line
 from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.run_files import BEST, CARD, CHECKPOINTS, RESULT
 
 log = logging.getLogger("fsdp_qlora")
 

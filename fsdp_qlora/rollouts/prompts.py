@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.data.content import BadRow, Row, SourceFile, unicode_of
+from fsdp_qlora.data.data_report import NO_ROOM, DataReport
 from fsdp_qlora.data.formats import IGNORE, parse_columns
 from fsdp_qlora.data.prepare import DataOptions, RunData, check_report, describe_dataset
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import CHAT, TEXT, prompt_record
-from fsdp_qlora.data.rows import NO_ROOM, BadRow, DataReport, Row, SourceFile, TokenizedRows, join_rows, unicode_of
+from fsdp_qlora.data.rows import TokenizedRows, join_rows
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, find_source, parse_name
 from fsdp_qlora.data.tokenization import check_vocabulary, context_for
 from fsdp_qlora.errors import UserError

@@ -12,7 +12,8 @@ import numpy as np
 
 from fsdp_qlora.data.rows import Numbers, TokenizedRows
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.metrics.sinks import ROLLOUTS_FILE, parse_record
+from fsdp_qlora.storage.records import parse_record
+from fsdp_qlora.storage.run_files import ROLLOUTS_FILE
 
 Answer = dict[str, Any]
 """A line. step: the first that learns from it, from 1. version: optimizer steps of the weights that gave it. row: the

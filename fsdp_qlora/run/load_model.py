@@ -38,6 +38,7 @@ from fsdp_qlora.ranks.context import join_context
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.ranks.store import download_once
 from fsdp_qlora.results.card import Base
 from fsdp_qlora.results.write import ResultForm
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer, learning_rate
@@ -55,7 +56,7 @@ log = logging.getLogger("fsdp_qlora")
 
 def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dist.Store) -> Weights:
     """Download the model's files where they are missing, and match them with its weights. Called on every rank."""
-    hub.fetch_weights(config.model_name, plan.folder, ranks=ranks, store=store)
+    hub.fetch_weights(config.model_name, plan.folder, download_once(ranks, store))
     return open_weights(plan)
 
 

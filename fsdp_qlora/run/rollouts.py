@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.adapters.first_values import LiveValues
-from fsdp_qlora.checkpointing.run_folder import ADAPTERS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.schedule import RowSource
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
@@ -23,6 +22,7 @@ from fsdp_qlora.rollouts.rewards import Scorer
 from fsdp_qlora.rollouts.server import Server, ServerEngine
 from fsdp_qlora.rollouts.source import Rollouts
 from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.storage.run_files import ADAPTERS
 from fsdp_qlora.training.policy import token_logprobs
 from fsdp_qlora.training.trainer import Trainer
 

@@ -13,8 +13,9 @@ import pytest
 
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import SinkOptions, numbers_in, reason
+from fsdp_qlora.metrics.sinks import SinkOptions, reason
 from fsdp_qlora.metrics.wandb_sink import WandbSink
+from fsdp_qlora.storage.records import numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer

@@ -32,12 +32,14 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
+from fsdp_qlora.data.content import Segment
+from fsdp_qlora.data.data_report import DataReport
 from fsdp_qlora.data.files import FILE_KINDS, look_into, read_file
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.micro_batch import pad_rows
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
-from fsdp_qlora.data.rows import DataReport, Segment, TokenizedRows
+from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import (
     Schedule,
     epoch_order,

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.control.clock import within
 from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
+from fsdp_qlora.data.content import BadRow, Chat, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.rows import BadRow, Chat, Segment
 from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import PromptFormat, question

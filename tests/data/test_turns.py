@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.data.chat_template import APART, CUT, LEFT_OUT, answer
-from fsdp_qlora.data.rows import Chat
+from fsdp_qlora.data.content import Chat
 
 pytestmark = pytest.mark.quick
 

@@ -25,14 +25,14 @@ import logging, os, sys
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.loading.hub import find_model_folder
 from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.ranks.store import connect
+from fsdp_qlora.ranks.store import connect, download_once
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 ranks = read_ranks()
 store = connect(ranks)
 print("CONNECTED", flush=True)
 try:
     with_weights = os.environ.get("WITH_WEIGHTS", "1") == "1"
-    print("FOLDER", find_model_folder("owner/model", with_weights=with_weights, ranks=ranks, store=store))
+    print("FOLDER", find_model_folder("owner/model", with_weights=with_weights, once=download_once(ranks, store)))
 except UserError as error:
     print("REFUSED", error)
 except LostRank as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.checkpointing import checkpoint, run_folder
+from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import publish_files, record_result
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
@@ -20,6 +20,7 @@ from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.ranks.ranks import read_ranks
+from fsdp_qlora.storage import run_files
 from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
@@ -41,11 +42,11 @@ def run(tmp_path: Path) -> Path:
     for step in (3, 5):
         add_step(out, step, run_id)
     status = {"state": "running", "step": 6, "start_step": 0, "saved_step": 5, "deaths": 0, "seconds": 60.5}
-    write_json(out / run_folder.STATUS, {**status, "reserve_seconds": 1.0, "reason": None, "exit_code": None})
+    write_json(out / run_files.STATUS, {**status, "reserve_seconds": 1.0, "reason": None, "exit_code": None})
     return out
 
 
-@pytest.mark.parametrize("name", [run_folder.RUN, run_folder.STATUS])
+@pytest.mark.parametrize("name", [run_files.RUN, run_files.STATUS])
 def test_an_edit_of_a_runs_own_files_is_one_sentence(name: str, run: Path) -> None:
     for text in ("", "[]", "[" * 10_000, '{"state": "finished"', "{}"):
         (run / name).write_text(text)
@@ -53,11 +54,11 @@ def test_an_edit_of_a_runs_own_files_is_one_sentence(name: str, run: Path) -> No
 
 
 def test_who_starts_anew_is_not_asked_for_the_old_files(run: Path) -> None:
-    for name in (run_folder.RUN, run_folder.STATUS):
+    for name in (run_files.RUN, run_files.STATUS):
         (run / name).write_text("{")
     start = finds(run, resume_from="off", overwrite=True)
     assert isinstance(start, Start) and start.step == 0
-    assert not (run / run_folder.CHECKPOINTS).exists()
+    assert not (run / run_files.CHECKPOINTS).exists()
 
 
 def move_away(root: Path) -> None:
@@ -81,7 +82,7 @@ def empty(root: Path) -> None:
 
 @pytest.mark.parametrize("lose", [move_away, link_to_nothing, file_instead, empty])
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(lose: Callable[[Path], None], run: Path) -> None:
-    root = run / run_folder.CHECKPOINTS
+    root = run / run_files.CHECKPOINTS
     lose(root)
     for unattended in (False, True):
         said = str(finds(run, unattended=unattended))
@@ -96,7 +97,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(lose: Callable[[Pa
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
-@pytest.mark.parametrize("name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_folder.RUN, run_folder.STATUS])
+@pytest.mark.parametrize("name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_files.RUN, run_files.STATUS])
 def test_what_cannot_be_read_now_is_tried_again_and_set_aside_by_nobody(
     name: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +116,7 @@ def test_what_cannot_be_read_now_is_tried_again_and_set_aside_by_nobody(
 
 
 def test_without_a_whole_checkpoint_nothing_starts_from_zero(run: Path) -> None:
-    for folder in checkpoint.published(run / run_folder.CHECKPOINTS).values():
+    for folder in checkpoint.published(run / run_files.CHECKPOINTS).values():
         (folder / checkpoint.MANIFEST).unlink()
     for _ in range(2):  # the second sees only what the first has set aside
         said = str(finds(run))
@@ -130,7 +131,7 @@ def test_a_run_that_has_saved_nothing_starts_at_its_beginning(tmp_path: Path) ->
 def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path) -> None:
     mirror = open_store(str(tmp_path / "mirror"))
     mirror.update(run)
-    (tmp_path / "mirror" / run_folder.RUN).write_text('{"run_id": "x"}')
+    (tmp_path / "mirror" / run_files.RUN).write_text('{"run_id": "x"}')
     assert "its run.json cannot be used" in str(finds(tmp_path / "box", mirror=mirror))
     assert not (tmp_path / "box").exists()
 
@@ -138,7 +139,7 @@ def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path
 def test_a_mirror_that_was_cut_off_in_its_first_copy_is_no_lost_disk(run: Path, tmp_path: Path) -> None:
     mirror = open_store(str(tmp_path / "mirror"))
     mirror.update(run)
-    shutil.rmtree(tmp_path / "mirror" / run_folder.CHECKPOINTS)
+    shutil.rmtree(tmp_path / "mirror" / run_files.CHECKPOINTS)
     assert begin(tmp_path / "box", mirror=mirror).step == 0
 
 
@@ -146,7 +147,7 @@ def test_json_nested_100_000_deep_is_one_sentence_and_renames_nothing(run: Path,
     mirror, cache = open_store(str(tmp_path / "mirror")), tmp_path / "cache" / "entry"
     mirror.update(run)
     cache.mkdir(parents=True)
-    files = [tmp_path / "mirror" / run_folder.RUN, cache / CHECKSUMS, cache / "model.safetensors.index.json"]
+    files = [tmp_path / "mirror" / run_files.RUN, cache / CHECKSUMS, cache / "model.safetensors.index.json"]
     for path in files:
         path.write_text("[" * 100_000)
     before = sorted(tmp_path.rglob("*"))
@@ -170,7 +171,7 @@ def finished(run: Path) -> Path:
         record_result(folder)
 
     publish_files(run, write)
-    write_json(run / run_folder.STATUS, {**json.loads((run / run_folder.STATUS).read_text()), "state": "finished"})
+    write_json(run / run_files.STATUS, {**json.loads((run / run_files.STATUS).read_text()), "state": "finished"})
     return run
 
 
@@ -204,13 +205,13 @@ def test_a_result_that_was_lost_is_written_again_from_the_last_checkpoint(
         path.write_bytes(content)
     assert decide(finished).is_finished
     LOSSES[loss](finished / "adapter_model.safetensors")
-    shutil.rmtree(finished / run_folder.CHECKPOINTS)
+    shutil.rmtree(finished / run_files.CHECKPOINTS)
     with pytest.raises(UserError, match=r"no checkpoint, but status\.json says that the run has finished"):
         decide(finished)
 
 
 def test_a_record_of_the_result_that_was_edited_is_not_believed(finished: Path) -> None:
-    path = finished / run_folder.RESULT
+    path = finished / run_files.RESULT
     record = json.loads(path.read_text())["files"]["adapter_config.json"]
     outside = {"files": {"../../etc/passwd": record}}
     for content in ("", "[]", "{}", '{"files": {}}', '{"files": {"adapter_config.json": 1}}', json.dumps(outside)):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
-from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
+from fsdp_qlora.checkpointing import checkpoint, resume
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
@@ -29,6 +29,7 @@ from fsdp_qlora.ranks.process_group import start_process_group, stop_process_gro
 from fsdp_qlora.ranks.ranks import read_ranks
 from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.run.supervision import Guard
+from fsdp_qlora.storage import run_files
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 from tests.resuming import test_train_state
@@ -50,7 +51,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_step(run: Path, step: int, run_id: str) -> Path:
-    root = run / run_folder.CHECKPOINTS
+    root = run / run_files.CHECKPOINTS
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     forms = {name: TensorForm(torch.float32, (2, 3)) for name in ("w/parameter", "w/exp_avg")}
@@ -74,7 +75,7 @@ def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = Fal
         "deaths": start.failed_starts,
         "seconds": start.used_seconds + 60,
     }
-    write_json(out / run_folder.STATUS, status)
+    write_json(out / run_files.STATUS, status)
     return start
 
 
@@ -90,7 +91,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
 
 
 def test_a_restart_begins_at_no_earlier_checkpoint(tmp_path: Path) -> None:
-    out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
+    out, root = tmp_path / "out", tmp_path / "out" / run_files.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
     first = begin(out, resume_from=earlier, unattended=True)
@@ -117,14 +118,14 @@ def test_a_folder_behind_its_mirror_gets_the_mirrors_newest(tmp_path: Path) -> N
         mirror.update(box)
     mirror.update(out)  # by a start that could not reach the mirror when it began
     assert mirror.steps() == [10, 20, 30]
-    newest = checkpoint.step_folder(tmp_path / "mirror" / run_folder.CHECKPOINTS, 30) / checkpoint.STATE
+    newest = checkpoint.step_folder(tmp_path / "mirror" / run_files.CHECKPOINTS, 30) / checkpoint.STATE
     content = newest.read_bytes()
     newest.write_bytes(b"x" * len(content))  # a damaged copy is passed over
     assert begin(out, mirror=mirror).step == 20
     newest.write_bytes(content)
     assert begin(out, mirror=mirror).step == 30
     # Only who asks for an earlier one gives up what came later.
-    earlier = checkpoint.step_folder(out / run_folder.CHECKPOINTS, 20)
+    earlier = checkpoint.step_folder(out / run_files.CHECKPOINTS, 20)
     assert begin(out, resume_from=earlier, mirror=mirror).step == 20
     assert mirror.steps() == [10, 20]
 
@@ -134,14 +135,14 @@ def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path
     run_id, found = begin(out).run_id, []
     ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
     for step, end in enumerate(ends, start=1):
-        status = read_json(out / run_folder.STATUS)
+        status = read_json(out / run_files.STATUS)
         add_step(out, step, run_id)
-        write_json(out / run_folder.STATUS, {**status, "too_few": found[-1] if found else 0, **end})
+        write_json(out / run_files.STATUS, {**status, "too_few": found[-1] if found else 0, **end})
         start = begin(out)
         found.append(start.too_few)
         assert start.failed_starts == 0
     assert found == [3, 3, 3]  # the last one did not come to a step
-    write_json(out / run_folder.STATUS, {"state": "out_of_memory", "start_step": 3, "recompute": 6})
+    write_json(out / run_files.STATUS, {"state": "out_of_memory", "start_step": 3, "recompute": 6})
     start = begin(out)
     assert (start.too_few, start.failed_starts) == (6, 1)
 
@@ -179,7 +180,7 @@ def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path: Path) ->
         kept[-1].__enter__()
     with pytest.raises(RunStopped, match="restarted 2 times without progress: each start from step 3") as stopped:
         guard_of(out)
-    assert stopped.value.ending.exit_code == 4 and read_json(out / run_folder.STATUS)["state"] == "no_progress"
+    assert stopped.value.ending.exit_code == 4 and read_json(out / run_files.STATUS)["state"] == "no_progress"
 
 
 def as_torch_does() -> None:
@@ -211,7 +212,7 @@ def test_a_machine_taken_away_while_the_model_loads_is_no_failure(happens: Calla
                     happens()
             happens()
         assert stopped.value.ending.exit_code == 75 and signal.getsignal(signal.SIGTERM) == before
-    assert read_json(out / run_folder.STATUS)["state"] == "preempted" and begin(out).step == 3
+    assert read_json(out / run_files.STATUS)["state"] == "preempted" and begin(out).step == 3
 
 
 # --- checkpoints of other releases ---

@@ -12,6 +12,7 @@ from fsdp_qlora.checkpointing.run_folder import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.ranks import Ranks, read_ranks
+from fsdp_qlora.storage import run_files
 from fsdp_qlora.storage.files import write_hashed_json
 
 
@@ -85,12 +86,12 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
         patch.setattr(resume, "publish_files", die)
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
-    assert [path.name for path in out.iterdir()] == [run_folder.RUN]  # from here on, the same run is resumed
-    (out / run_folder.RUN).rename(out / ".run.json.partial")
+    assert [path.name for path in out.iterdir()] == [run_files.RUN]  # from here on, the same run is resumed
+    (out / run_files.RUN).rename(out / ".run.json.partial")
     (out / ".saving").mkdir()
-    (out / run_folder.STATUS).touch()
-    checkpoint.staging_folder(out / run_folder.CHECKPOINTS, 1, "fetching").mkdir(parents=True)
+    (out / run_files.STATUS).touch()
+    checkpoint.staging_folder(out / run_files.CHECKPOINTS, 1, "fetching").mkdir(parents=True)
     run_folder.check_usable(out, overwrite=False)
-    make(out / run_folder.CHECKPOINTS, 1)
+    make(out / run_files.CHECKPOINTS, 1)
     with pytest.raises(UserError, match="is not empty"):
         run_folder.check_usable(out, overwrite=False)

@@ -1,0 +1,150 @@
+"""Rows as they are read, and as content: what a format finds in a row before a template turns it into text."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Row = Mapping[str, object]
+Image = Path | bytes
+"""An image of a row: its file, or what is in one."""
+Kind = Literal["segments", "template", "text", "document", "chat", "tokens"]
+"""How a row is tokenized: each segment for itself (those of a filled prompt template, too); a text as a whole, as it is
+when the model is used; a document likewise, with rows for what the context has no room for; a chat with the tokens that
+begin and end it; or not at all."""
+FOLDER = "folder of its file"  # the name by which a reader finds it in a row, for relative paths
+ENDED_WORKERS = "two processes that fill the chat template have ended at it"  # and how: perhaps not the row's fault
+_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a dataset. Its row n has the number offset + n in the whole dataset."""
+
+    name: str
+    """The file's name within the dataset's folder."""
+    unit: str
+    """The unit of n: "line" or "row", both from 1."""
+    offset: int = 0
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message is the reason under which it is counted."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a row's text."""
+
+    text: str
+    learned: bool
+    """True where the model learns to write the text, false where it only reads it."""
+    ends: bool = False
+    """Whether an end-of-sequence token follows. One always follows the last segment."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """An instruction and its response, for a prompt template."""
+
+    instruction: str
+    response: str
+    context: str = ""
+    system: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+    """Earlier (instruction, response) pairs."""
+    shows: Row | None = None
+    """The row, if it has images: then it is a chat."""
+    notes: tuple[str, ...] = ()
+    """Oddities of the row, which is used."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, for a chat template."""
+
+    messages: list[dict[str, Any]]
+    """Each with `role`; `content`, `tool_calls` or both; and what else chat templates know."""
+    tools: list[dict[str, Any]] | None = None
+    weights: tuple[int | None, ...] = ()
+    """1 or 0 for a message of which the row says whether it is learned, None for others."""
+    unused: tuple[str, ...] = ()
+    """Names of what turns have besides."""
+    images: tuple[Image, ...] = ()
+    """The images in the order in which messages show them, as parts of type image. Then all contents are in parts."""
+
+    def learned_turns(self, learn: str) -> list[int]:
+        """The places of the messages that are learned: those of the assistant, all or the last, without weight 0."""
+        turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
+        weights = self.weights or (None,) * len(self.messages)
+        return [turn for turn in (turns[-1:] if learn == "last" else turns) if weights[turn] != 0]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row as text, or as tokens."""
+
+    segments: Sequence[Segment] = ()
+    kind: Kind = "segments"
+    ids: Sequence[int] = ()
+    """Token ids, as the row has them, instead of segments."""
+    learned: Sequence[bool] = ()
+    """Whether each of these tokens is learned."""
+    desired: bool | None = None
+    """The label of a row that has one."""
+    notes: tuple[str, ...] = ()
+    """Oddities of the row, which is used."""
+    images: tuple[bytes, ...] = ()
+    """The names of its images, from `images.keep`."""
+    image_values: int = 0
+    """How many numbers the processor makes of them."""
+    image_ids: tuple[int, ...] = ()
+    """The tokens that stand for images."""
+
+
+@dataclass(frozen=True)
+class PreferenceRow:
+    """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a rejected one, or, with
+    what `desired` says of each, any number.
+    """
+
+    answers: Sequence[Chat | Rendered | Fields]
+    desired: Sequence[bool] = ()
+
+
+Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
+"""A list of segments is tokenized segment by segment, as a filled prompt template is."""
+
+
+def text_of(row: Row, column: str, *, required: bool = True) -> str:
+    """The text of a column; "" if it is blank and not required. Raises BadRow."""
+    value = row.get(column)
+    if value is not None and not isinstance(value, str):
+        raise BadRow(f"{column} is not text but {type(value).__name__}")
+    if not value or value.isspace():
+        if required:
+            raise BadRow(f"empty {column}")
+        return ""
+    return unicode_of(value, column)
+
+
+def refuse_media(text: str, where: str) -> None:
+    """Raise BadRow where a question shows something that is no text."""
+    if found := _MEDIA.search(text):
+        raise BadRow(f"{where}: it shows {found[0].strip()}, and only text can be trained on")
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content, which may be in parts."""
+    content = message.get("content") or []
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def unicode_of(text: str, where: str) -> str:
+    """The text, unless it has lone surrogates: JSON can contain them, a tokenizer cannot read them. Raises BadRow."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRow(f"{where} has half a surrogate pair") from error
+    return text

@@ -1,0 +1,57 @@
+"""Lines of metrics.jsonl and other logs of a run: one JSON object each, read without what is damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """Convert a record to JSON types: NaN and infinities become None, 0-d arrays become numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if not isinstance(value, float) and hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return str(value)
+
+
+def numbers_in(value: object, name: str = "") -> dict[str, float]:
+    """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} -> memory_gib/reserved/0."""
+    if not isinstance(value, (Mapping, list)):
+        return {name: value} if isinstance(value, (int, float)) else {}
+    return {
+        path: number
+        for key, item in (value.items() if isinstance(value, Mapping) else enumerate(value))
+        for path, number in numbers_in(item, f"{name}/{key}" if name else str(key)).items()
+    }
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if it cannot be read."""
+    try:
+        # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [record for line in lines if (record := parse_record(line)) is not None]
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if the line is damaged."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None
