@@ -22,20 +22,20 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.rows import Lengths, TokenizedRows
-from fsdp_qlora.loading.decoded import StoredTensor
-from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.distributed.device import configure_kernels
+from fsdp_qlora.distributed.process_group import release_loading_memory
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.distributed.shards import shard_size
+from fsdp_qlora.model import model_parts
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.ranks.device import configure_kernels
-from fsdp_qlora.ranks.process_group import release_loading_memory
-from fsdp_qlora.ranks.ranks import Ranks, derive_seed
-from fsdp_qlora.ranks.shards import shard_size
 from fsdp_qlora.run import load_model
-from fsdp_qlora.sharding import model_parts
+from fsdp_qlora.sharding.loading.decoded import StoredTensor
+from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.trainer import Trainer
 
 _CHUNK = 2**24  # random weights generated at a time

@@ -59,16 +59,16 @@ from benchmarks.common import (
     random_rows,
     write_results,
 )
-from fsdp_qlora.adapters.dora import DoraLinear
-from fsdp_qlora.adapters.first_values import first_adapter_value
-from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import StepRows
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.adapters.dora import DoraLinear
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
+from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 # part -> the other -> what ours may take of its CPU time and peak memory

@@ -38,11 +38,11 @@ from benchmarks.cpu import (
 )
 from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import RowsInMemory
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 
 VOCABULARY = 8192
 LOSS_TOLERANCE = 0.02

@@ -43,16 +43,16 @@ from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_opt
 from benchmarks.one_rank import limit_memory
 from benchmarks.peers import measure_peers
 from fsdp_qlora import __version__
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.model.precision import PRECISIONS, choose_precision
-from fsdp_qlora.output.redact import redact
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks
+from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.fit import fit_recompute
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.utils.redact import redact
 
 MAX_SECONDS = 535.0
 

@@ -29,13 +29,13 @@ from transformers import LlamaConfig
 
 from benchmarks.common import RandomWeights, Run, build_run
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import StepRows
-from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.model_parts import CategoryBytes
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.sharding.model_parts import CategoryBytes
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 

@@ -82,13 +82,13 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     import torch.distributed as dist
 
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.loading.load_weights import match_tensors
-    from fsdp_qlora.loading.weight_files import WeightFiles
+    from fsdp_qlora.distributed.process_group import gather_numbers, start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.model import model_parts
     from fsdp_qlora.planning.plan import Machine, build_plan, place
-    from fsdp_qlora.ranks.process_group import gather_numbers, start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
     from fsdp_qlora.run.load_model import load_model
-    from fsdp_qlora.sharding import model_parts
+    from fsdp_qlora.sharding.loading.load_weights import match_tensors
+    from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 
     ranks = read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)

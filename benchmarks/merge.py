@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import describe_machine, write_results
-from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK, MORE_BYTES = 16, 600e6

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights
-from fsdp_qlora.ranks.process_group import start_process_group
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.distributed.process_group import start_process_group
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import fsdp_modules
 
 

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 
 from benchmarks.common import RandomWeights
 from benchmarks.gpu_steps import MemoryMeter, Steps, make_config, make_rows, synchronize
-from fsdp_qlora.adapters.first_values import first_adapter_value
-from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
+from fsdp_qlora.model.architecture.precision import PRECISIONS
 
 TOLERANCE = 5e-2
 LR = 5e-4

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers import AutoConfig
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.planning.plan import Machine, place, plan_model
-from fsdp_qlora.ranks.ranks import read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"

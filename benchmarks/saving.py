@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.saving import Saver
-from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.saving import Saver
+from fsdp_qlora.checkpoint.train_state import TrainState
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
 ROUNDS, LAYERS, WIDTH = 5, 21, 2048  # 3 x 21 x 16 MiB

@@ -180,7 +180,7 @@ def measure(**case: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
-    from fsdp_qlora.data.schedule import StepRows
+    from fsdp_qlora.data.batches.schedule import StepRows
     from tests.phantom.programs.with_routes import fix_routes
 
     fix_routes()
@@ -222,9 +222,9 @@ def plan_of(
     from benchmarks.common import random_rows_of
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.planning.plan import Machine, build_plan, place
     from fsdp_qlora.planning.run_rows import RunRows, make_schedule
-    from fsdp_qlora.ranks.ranks import read_ranks
 
     local = str(ranks // nodes)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": local}
@@ -255,7 +255,7 @@ def make_pairs(rows: Any) -> Any:
     """Of rows of equal lengths each two become a pair of answers, whose first half is the prompt."""
     import numpy as np
 
-    from fsdp_qlora.data.rows import TokenizedRows
+    from fsdp_qlora.data.batches.rows import TokenizedRows
 
     length = int(rows.lengths[0])
     ids, learned = rows.input_ids.reshape(-1, 2, length), rows.learned.reshape(-1, 2, length)
@@ -270,10 +270,10 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fsdp_qlora.data.schedule import RowsInMemory
+    from fsdp_qlora.data.batches.schedule import RowsInMemory
+    from fsdp_qlora.distributed.shards import build_mesh
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
@@ -301,7 +301,7 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     that it returns were kept for its backward pass."""
     import torch
 
-    from fsdp_qlora.data.schedule import StepRows
+    from fsdp_qlora.data.batches.schedule import StepRows
 
     sdpa = {"attn_implementation": "sdpa", "recompute": "none"}
     trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa)

@@ -15,8 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
-from fsdp_qlora.data.schedule import Schedule
 from tests.tiny import make_tokenizer
 
 _TEXT_BYTES, _OTHER_BYTES = 1024, 9216

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import write_results
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
+from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.schedule import Schedule
 
 LAYOUTS = ("padded", "padding_free", "packed")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fsdp_qlora.api import TrainResult, train
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.errors import RunStopped, TrainingError, UserError
+    from fsdp_qlora.utils.errors import RunStopped, TrainingError, UserError
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 __all__ = ["RunStopped", "TrainConfig", "TrainResult", "TrainingError", "UserError", "__version__", "train"]
@@ -18,9 +18,9 @@ _MODULES = {
     "train": "api",
     "TrainResult": "api",
     "TrainConfig": "config.options",
-    "RunStopped": "errors",
-    "TrainingError": "errors",
-    "UserError": "errors",
+    "RunStopped": "utils.errors",
+    "TrainingError": "utils.errors",
+    "UserError": "utils.errors",
 }
 
 

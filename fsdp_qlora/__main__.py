@@ -33,9 +33,9 @@ from fsdp_qlora.commands import (
 from fsdp_qlora.config.cli import Parser, with_underscores
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.text import describe_config, shipped_configs
-from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
-from fsdp_qlora.output.redact import guard_output, lost_output
-from fsdp_qlora.output.text import LineHandler, quiet_libraries
+from fsdp_qlora.utils.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
+from fsdp_qlora.utils.redact import guard_output, lost_output
+from fsdp_qlora.utils.text import LineHandler, quiet_libraries
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import yaml
 
+from fsdp_qlora.commands.run_config import make_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import stored_values
-from fsdp_qlora.control import launch
-from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
-from fsdp_qlora.run.options import make_train_config
-from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
-from fsdp_qlora.storage.records import read_records
-from fsdp_qlora.storage.run_files import METRICS_FILE, STATUS
+from fsdp_qlora.distributed.supervision import launch
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserError
+from fsdp_qlora.utils.files import cache_folder, read_json, staged_file
+from fsdp_qlora.utils.records import read_records
+from fsdp_qlora.utils.run_files import METRICS_FILE, STATUS
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _in_file(rows: Any) -> Any:
     if is_frame := hasattr(rows, "iterrows"):
         rows = json.loads(rows.to_json(orient="records"))
     if is_frame or hasattr(rows, "column_names"):
-        from fsdp_qlora.data.files import complete  # slow to import
+        from fsdp_qlora.data.sources.files import complete  # slow to import
 
         rows = [complete(row, ()) for row in rows]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download
 
-from fsdp_qlora.output.text import first_line
-from fsdp_qlora.planning.answer import KNOWN_MODELS, config_of
+from fsdp_qlora.planning.report import KNOWN_MODELS, config_of
+from fsdp_qlora.utils.text import first_line
 
 _NO_SIZES = {"hub", "model_type", "pad_token_id"}
 

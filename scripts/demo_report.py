@@ -19,8 +19,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.data.formats import read_fields
-from fsdp_qlora.data.prompts import TEMPLATES
+from fsdp_qlora.data.text.formats import read_fields
+from fsdp_qlora.data.text.templates import TEMPLATES
 
 # The output is not used; a row of the format has one.
 QUESTION = {"instruction": "Explain why leaves change colour in autumn.", "output": "-"}

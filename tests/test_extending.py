@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from safetensors import safe_open
 
-from fsdp_qlora.rollouts import ready, rewards
+from fsdp_qlora.training.rl import builtin_rewards as ready
+from fsdp_qlora.training.rl import rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
@@ -46,8 +47,8 @@ def add_the_examples() -> None:
     from fsdp_qlora.config.objectives import OBJECTIVES
     from fsdp_qlora.config.options import LIMITS, TrainConfig, option_types
     from fsdp_qlora.config.train_types import TRAIN_TYPES
-    from fsdp_qlora.data.formats import FORMATS
-    from fsdp_qlora.metrics.metric_log import SINKS
+    from fsdp_qlora.data.text.formats import FORMATS
+    from fsdp_qlora.observability.metric_log import SINKS
 
     for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         exec(example, {"__name__": "example"})

@@ -171,8 +171,8 @@ def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...],
 
 def _train(argv: list[str], logits_file: Path | None) -> int:
     import train
-    from fsdp_qlora.adapters.first_values import LiveValues
-    from fsdp_qlora.results import save as saving
+    from fsdp_qlora.export import save_results as saving
+    from fsdp_qlora.model.adapters.first_values import LiveValues
 
     if logits_file is not None:
         save = saving.save_adapter

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.text import format_bytes
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import format_bytes
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """List and prune what --quant_cache of training keeps."""
-    from fsdp_qlora.loading.quant_cache import cache_root
+    from fsdp_qlora.sharding.loading.quant_cache import cache_root
 
     root = cache_root(args.quant_cache)
     if root is None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 def list_entries(root: Path) -> list[dict[str, Any]]:
     """The entries of the cache, most recently used first."""
-    from fsdp_qlora.loading.quant_cache import CHECKSUMS, read_description
+    from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, read_description
 
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = []
@@ -66,7 +66,7 @@ def prune(root: Path, keys: list[str]) -> None:
     Raises:
         UserError: a key is not in the cache.
     """
-    from fsdp_qlora.loading.quant_cache import try_lock
+    from fsdp_qlora.sharding.loading.quant_cache import try_lock
 
     present = {entry["key"] for entry in list_entries(root)}
     chosen = present if keys == ["all"] else set(keys)

@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
+from fsdp_qlora.commands.run_config import make_train_config
 from fsdp_qlora.config.marks import OF_USER
 from fsdp_qlora.config.options import DEFAULTS, marks_of
 from fsdp_qlora.config.other_names import OTHER_NAMES, advise
 from fsdp_qlora.config.text import PlainLoader, read_options
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.redact import HIDDEN
-from fsdp_qlora.run.options import make_train_config
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import HIDDEN
 
 # The kind of training and the base's bits there -> the train type here.
 _TRAIN_TYPES = {

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.text import GIB, format_bytes
-from fsdp_qlora.storage.files import cache_folder, free_disk
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import cache_folder, free_disk
+from fsdp_qlora.utils.text import GIB, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +65,8 @@ def _enough(count: int, least: int, cure: str) -> str:
 def _gpus() -> str:
     import torch
 
-    from fsdp_qlora.model.precision import choose_precision
-    from fsdp_qlora.ranks.device import gpu_problem
+    from fsdp_qlora.distributed.device import gpu_problem
+    from fsdp_qlora.model.architecture.precision import choose_precision
 
     if problem := gpu_problem():
         raise UserError(problem)
@@ -133,8 +133,8 @@ def joined_ranks(device: str, store: str) -> Iterator["torch.device"]:
     """Be one of the ranks that `run_ranks` has started, on this device, in the block."""
     import torch.distributed as dist
 
-    from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.distributed.process_group import process_group_closed, start_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
 
     ranks, minutes = read_ranks(device), _MAX_SECONDS / 60
     with process_group_closed():
@@ -194,7 +194,7 @@ def _disk() -> str:
 def _wandb() -> str:
     import wandb
 
-    from fsdp_qlora.metrics.wandb_sink import WandbSink, why_offline
+    from fsdp_qlora.observability.wandb_sink import WandbSink, why_offline
 
     if problem := WandbSink.problem():
         return problem

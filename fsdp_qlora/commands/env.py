@@ -12,7 +12,7 @@ def run(args: argparse.Namespace) -> None:
     """Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a run.
     Values of secret variables, tokens and passwords in addresses are left out.
     """
-    from fsdp_qlora.output.environment import describe_environment
+    from fsdp_qlora.utils.environment import describe_environment
 
     facts = describe_environment()
     if args.json:

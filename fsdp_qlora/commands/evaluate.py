@@ -11,12 +11,12 @@ from fsdp_qlora.commands.generate import with_model
 from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL
 from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.utils.errors import UserError
 
 if TYPE_CHECKING:
     from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.distributed.ranks import Ranks
     from fsdp_qlora.planning.plan import PlacedModel
-    from fsdp_qlora.ranks.ranks import Ranks
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +60,13 @@ def measure(
         folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
     """
     from fsdp_qlora.data.prepare import prepare_data
-    from fsdp_qlora.data.sources import parse_eval_names
-    from fsdp_qlora.generation.tasks import Tasks
-    from fsdp_qlora.model.models import most_positions
+    from fsdp_qlora.data.sources.source import parse_eval_names
+    from fsdp_qlora.model.architecture.models import most_positions
     from fsdp_qlora.planning.run_plan import Plan, data_options
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.run.generate import load_trained
     from fsdp_qlora.run.load_model import build_trainer
+    from fsdp_qlora.run.open_model import load_trained
+    from fsdp_qlora.training.generation.tasks import Tasks
 
     if OBJECTIVES[config.objective].has_reference:
         raise UserError(f"--objective {config.objective} compares with the start of a run: see its own --eval_dataset.")

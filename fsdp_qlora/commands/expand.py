@@ -15,6 +15,6 @@ def run(args: argparse.Namespace) -> None:
     bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.
     """
     model, out = folders(args)
-    from fsdp_qlora.model_files.expand import expand_model
+    from fsdp_qlora.export.expand import expand_model
 
     expand_model(model, out, expansion_rate=args.expansion_rate)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.run.options import parse_train_config
-from fsdp_qlora.storage.files import refuse_bad_folder, staged_folder
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.files import refuse_bad_folder, staged_folder
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> None:
     source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
     refuse_bad_folder("out", args.out)
     parse_train_config(args.training_options)  # wrong ones are said at once
-    from fsdp_qlora.checkpointing import checkpoint
-    from fsdp_qlora.model_files.model_folder import check_is_new
-    from fsdp_qlora.results.write import upload
+    from fsdp_qlora.checkpoint import checkpoint
+    from fsdp_qlora.export.model_folder import check_is_new
+    from fsdp_qlora.export.write_results import upload
     from fsdp_qlora.run.load_model import result_form
 
     check_is_new(out)
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> None:
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:
     """The checkpoint that `source` is, or the newest or best one of the run that it is."""
-    from fsdp_qlora.checkpointing import checkpoint
-    from fsdp_qlora.checkpointing.saving import best_step
-    from fsdp_qlora.storage.run_files import CHECKPOINTS
+    from fsdp_qlora.checkpoint import checkpoint
+    from fsdp_qlora.checkpoint.saving import best_step
+    from fsdp_qlora.utils.run_files import CHECKPOINTS
 
     if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
         return source
@@ -94,8 +94,8 @@ def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainC
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
+    from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.planning.plan import Machine, build_plan, read_model
-    from fsdp_qlora.ranks.ranks import read_ranks
 
     needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:

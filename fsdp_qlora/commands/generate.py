@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control.launch import relaunch_if_needed, set_torch_variables
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import adapter_folder, trained_model_options
+from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed, set_torch_variables
+from fsdp_qlora.utils.errors import UserError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +52,8 @@ def with_model(command: str, args: argparse.Namespace, use: Callable[..., None])
     config = trained_model_options(folder, args.training_options)
     if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
         return status
-    from fsdp_qlora.ranks.process_group import process_group_closed
-    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.distributed.process_group import process_group_closed
+    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
@@ -64,9 +64,9 @@ def with_model(command: str, args: argparse.Namespace, use: Callable[..., None])
 
 def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
     """Load the model and answer. Called on every rank."""
-    from fsdp_qlora.generation.generate import SamplingOptions
-    from fsdp_qlora.generation.prompts import question, read_questions
-    from fsdp_qlora.run.generate import LoadedModel, answer_file, chat
+    from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
+    from fsdp_qlora.training.generation.generate import SamplingOptions
+    from fsdp_qlora.training.generation.questions import question, read_questions
 
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)

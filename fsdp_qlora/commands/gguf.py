@@ -5,8 +5,8 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import adapter_folder
+from fsdp_qlora.commands.run_config import adapter_folder
+from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder.")
     try:
-        from fsdp_qlora.model_files.gguf import write_adapter, write_model, write_quantized
+        from fsdp_qlora.export.gguf import write_adapter, write_model, write_quantized
     except ModuleNotFoundError as error:
         raise UserError('gguf needs the package gguf: pip install "fsdp_qlora[gguf]"') from error
     if args.adapter:

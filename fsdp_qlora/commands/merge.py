@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from fsdp_qlora.run.options import adapter_folder, run_options
-from fsdp_qlora.storage.files import refuse_bad_folder
+from fsdp_qlora.commands.run_config import adapter_folder, run_options
+from fsdp_qlora.utils.files import refuse_bad_folder
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> None:
     config = run_options(folder, args.training_options)
     import torch
 
-    from fsdp_qlora.model_files.merge import check_base, one_process, open_merge, write_merged
-    from fsdp_qlora.model_files.model_folder import check_is_new, return_freed_memory
-    from fsdp_qlora.model_files.verify import compare, read_rows
-    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.export.merge import check_base, one_process, open_merge, write_merged
+    from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
+    from fsdp_qlora.export.verify import compare, read_rows
 
     return_freed_memory()
     out = Path(args.out)

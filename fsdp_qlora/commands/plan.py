@@ -6,13 +6,13 @@ import json
 import textwrap
 from pathlib import Path
 
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control.launch import importing
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.distributed.supervision.launch import importing
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
-from fsdp_qlora.run.options import parse_train_config
-from fsdp_qlora.storage.files import refusal_named
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import refusal_named
 
 _OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args, config, tokens)
     gpu = None if args.probe else _gpu(args, None)
     with importing():
-        from fsdp_qlora.planning import answer
+        from fsdp_qlora.planning import report as answer
         from fsdp_qlora.planning.search import GpuOffer
 
     num_gpus, rates = args.num_gpus or 1, dict[str, float]()
@@ -92,7 +92,7 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
         others = "--gpu, --gpu_memory_gib, --probe and --plot"
         raise UserError(f"--compare takes the GPUs from its price table: leave out {others}.")
     with importing():
-        from fsdp_qlora.planning import answer
+        from fsdp_qlora.planning import report as answer
 
     path = Path(args.compare).expanduser() if args.compare else answer.EXAMPLE
     date, requests = answer.read_offers(path)

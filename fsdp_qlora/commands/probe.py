@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 from fsdp_qlora.commands.doctor import joined_ranks, run_ranks
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.precision import PRECISIONS, choose_precision
+from fsdp_qlora.distributed.device import configure_kernels, gpu_problem
+from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.planning.gpus import Gpu, gpu_of
 from fsdp_qlora.planning.speed import DECODED_BYTES, MEMORY_SHARE
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.ranks.device import configure_kernels, gpu_problem
+from fsdp_qlora.utils.errors import UserError
 
 
 def probe_gpus(asked: int | None) -> tuple[int, Gpu, dict[str, float]]:

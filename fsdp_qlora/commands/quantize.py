@@ -6,16 +6,16 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import refuse_bad_folder
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import refuse_bad_folder
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from fsdp_qlora.loading.weight_files import Weights
-    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitWeight
-    from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+    from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
+    from fsdp_qlora.sharding.loading.weight_files import Weights
+    from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -47,15 +47,15 @@ def quantize_model(
     from torch import nn
     from transformers import BitsAndBytesConfig
 
-    from fsdp_qlora.loading import hub
-    from fsdp_qlora.loading.decoded import take_format
-    from fsdp_qlora.loading.load_weights import match_tensors
-    from fsdp_qlora.loading.weight_files import WeightFiles
-    from fsdp_qlora.model import models
-    from fsdp_qlora.model_files.model_folder import build_plain_model, check_is_new, new_model_folder
-    from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, take_packed
-    from fsdp_qlora.quantizers.routed import quantizable_weights
-    from fsdp_qlora.quantizers.table import quantize_layers
+    from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder
+    from fsdp_qlora.model.architecture import models
+    from fsdp_qlora.model.quantizers.bnb_4bit import EXPERTS_KEY, take_packed
+    from fsdp_qlora.model.quantizers.routed import quantizable_weights
+    from fsdp_qlora.model.quantizers.table import quantize_layers
+    from fsdp_qlora.sharding.loading.decoded import take_format
+    from fsdp_qlora.sharding.loading.load_weights import match_tensors
+    from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+    from fsdp_qlora.utils import hub
 
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
@@ -92,10 +92,10 @@ def quantize_model(
 def _write_weights(folder: Path, model: "PreTrainedModel", weights: "Weights") -> None:
     import torch
 
-    from fsdp_qlora.loading.load_weights import check_finite, quantized_layers
-    from fsdp_qlora.model_files.model_folder import new_weights, read_pieces
-    from fsdp_qlora.quantizers.base import packed_forms
-    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
+    from fsdp_qlora.export.model_folder import new_weights, read_pieces
+    from fsdp_qlora.model.quantizers.base import packed_forms
+    from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
+    from fsdp_qlora.sharding.loading.load_weights import check_finite, quantized_layers
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}

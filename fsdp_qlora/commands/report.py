@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> None:
     memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. Several
     runs are drawn over each other. A run writes its own at its end.
     """
-    from fsdp_qlora.results.report import REPORT_FILE, write_report
+    from fsdp_qlora.observability.report import REPORT_FILE, write_report
 
     folders = [Path(folder) for folder in args.runs]
     out = Path(args.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))

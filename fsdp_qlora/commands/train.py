@@ -11,15 +11,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences, is_run, read_run, refuse
+from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences, is_run, read_run, refuse
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.control import restarts
-from fsdp_qlora.control.launch import importing, is_started_by_others, relaunch_if_needed, set_torch_variables
-from fsdp_qlora.control.stops import Signals
-from fsdp_qlora.errors import (
+from fsdp_qlora.distributed.supervision import restarts
+from fsdp_qlora.distributed.supervision.launch import (
+    importing,
+    is_started_by_others,
+    relaunch_if_needed,
+    set_torch_variables,
+)
+from fsdp_qlora.distributed.supervision.stops import Signals
+from fsdp_qlora.utils.errors import (
     ENDINGS,
     Crashed,
     LostRank,
@@ -30,9 +36,8 @@ from fsdp_qlora.errors import (
     note_reason,
     print_error,
 )
-from fsdp_qlora.output.redact import guard_output, redact_values
-from fsdp_qlora.output.text import quiet_libraries
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.utils.redact import guard_output, redact_values
+from fsdp_qlora.utils.text import quiet_libraries
 
 # A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
 _PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?", re.DOTALL | re.IGNORECASE)
@@ -105,8 +110,9 @@ def refuse_names(config: TrainConfig) -> None:
     Raises:
         UserError: as the run would say it, some imports later.
     """
-    from fsdp_qlora.data import formats, sources  # the hub's client takes a while to import
-    from fsdp_qlora.loading import hub
+    from fsdp_qlora.data.sources import source as sources  # the hub's client takes a while to import
+    from fsdp_qlora.data.text import formats
+    from fsdp_qlora.utils import hub
 
     if not is_started_by_others() and not hub.is_here(config.model_name):
         hub.find_model_folder(

@@ -35,7 +35,7 @@ from fsdp_qlora.config.text import (
     type_text,
     value_text,
 )
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.utils.errors import UserError
 
 _HINTS = option_types()
 # What an earlier release's config.yaml has, and changes nothing.

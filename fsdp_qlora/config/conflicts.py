@@ -10,7 +10,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
-from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
+from fsdp_qlora.utils.files import folder_error, is_repository, mirror_error
 
 _MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
 NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'

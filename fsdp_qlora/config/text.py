@@ -16,8 +16,8 @@ from yaml.composer import ComposerError
 
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import redact_values
 
 SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
 """The words of YAML 1.1 for a switch, which a user may well write in the file."""

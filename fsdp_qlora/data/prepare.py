@@ -18,21 +18,23 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
-from fsdp_qlora.data import formats, preferences, sources, tokenization
-from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
-from fsdp_qlora.data.chat_template import TemplateWorker
+from fsdp_qlora.data.batches import tokenization
+from fsdp_qlora.data.batches.cache import join_cached, through_cache, tokenizer_identity
+from fsdp_qlora.data.batches.data_report import NUMBERS_SHOWN, DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
+from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, spread
 from fsdp_qlora.data.content import FOLDER, BadRow, Row, SourceFile
-from fsdp_qlora.data.data_report import NUMBERS_SHOWN, DataReport
-from fsdp_qlora.data.formats import FORMATS, AskedFormat, Reading, parse_columns
-from fsdp_qlora.data.image_processor import ImageProcessor
-from fsdp_qlora.data.prompts import find_template
-from fsdp_qlora.data.rendering import Renderer, prompt_record
-from fsdp_qlora.data.rows import NO_ROWS, TokenizedRows, join_rows
-from fsdp_qlora.data.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
-from fsdp_qlora.data.sources import Entry, Source
-from fsdp_qlora.data.streaming import RowStream, StreamPosition, spread
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.source import Entry, Source
+from fsdp_qlora.data.text import formats, preferences
+from fsdp_qlora.data.text.chat_template import TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS, AskedFormat, Reading, parse_columns
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.rendering import Renderer, prompt_record
+from fsdp_qlora.data.text.templates import find_template
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 

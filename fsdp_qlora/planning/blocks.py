@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from fsdp_qlora.data.micro_batch import describe_documents, documents_of_part
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.model.attention import EAGER, VARLEN, attending
-from fsdp_qlora.model.fused import set_save_inputs_only
-from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.ranks.context import ContextGroup
-from fsdp_qlora.sharding.model_parts import ModelParts, matrix_shapes
+from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
+from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.context import ContextGroup
+from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
+from fsdp_qlora.model.architecture.fused import set_save_inputs_only
+from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
 
 _SEGMENT = 512  # bytes: the allocator of torch rounds to these

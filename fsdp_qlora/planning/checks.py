@@ -7,16 +7,16 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.errors import OutOfMemory, UserError
-from fsdp_qlora.model.attention import can_share, packing_blocker
-from fsdp_qlora.model.mixers import has_convolution
-from fsdp_qlora.model.models import canonical_name
-from fsdp_qlora.output.text import GIB
+from fsdp_qlora.distributed.context import heads_error
+from fsdp_qlora.model.architecture.attention import can_share, packing_blocker
+from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.token_mixers import has_convolution
+from fsdp_qlora.model.model_parts import ModelParts, count_parameters, each_parameter
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.context import heads_error
-from fsdp_qlora.sharding.model_parts import ModelParts, count_parameters, each_parameter
-from fsdp_qlora.storage.files import free_disk
+from fsdp_qlora.utils.errors import OutOfMemory, UserError
+from fsdp_qlora.utils.files import free_disk
+from fsdp_qlora.utils.text import GIB
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.model.fused import Mlp
-from fsdp_qlora.model.pieces import count_pieces
-from fsdp_qlora.output.text import GIB, fit, format_bytes
-from fsdp_qlora.planning.build_model import MetaModel
+from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
+from fsdp_qlora.model.adapters.insert import magnitudes
+from fsdp_qlora.model.architecture.chunking import count_pieces
+from fsdp_qlora.model.architecture.fused import Mlp
+from fsdp_qlora.model.build_model import MetaModel
+from fsdp_qlora.model.model_parts import ModelParts, count_bytes, count_parameters
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
-from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, count_parameters
+from fsdp_qlora.utils.text import GIB, fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.output.environment import describe_environment
-from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
+from fsdp_qlora.utils.environment import describe_environment
+from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from fsdp_qlora.data.schedule import RowsInMemory
-from fsdp_qlora.output.text import GIB
-from fsdp_qlora.ranks.process_group import gather_numbers
-from fsdp_qlora.sharding.model_parts import Offload
+from fsdp_qlora.data.batches.schedule import RowsInMemory
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.training.probes import GpuMeter
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 

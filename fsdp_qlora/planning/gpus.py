@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.text import GIB
-from fsdp_qlora.ranks.layout import Layout
+from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import GIB
 
 # What torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
 # The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.model_parts import Kind, ModelParts, Offload, count_bytes
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.sharding.model_parts import Kind, ModelParts, Offload, count_bytes
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time

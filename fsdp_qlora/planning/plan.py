@@ -15,30 +15,31 @@ import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_qlora.adapters.insert import LoraOptions, peft_config, reduces_base
-from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TrainType
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading import decoded, hub
-from fsdp_qlora.loading.first_adapters import check_fits
-from fsdp_qlora.model import models
-from fsdp_qlora.model.attention import choose, describe_kernel
-from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.output.text import format_bytes
+from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import all_gather_via_store, download_once
+from fsdp_qlora.model.adapters.insert import LoraOptions, peft_config, reduces_base
+from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.attention import choose, describe_kernel
+from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.model.quantizers import bnb_4bit
 from fsdp_qlora.planning import checks, describe, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
-from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.quantizers import bnb_4bit
-from fsdp_qlora.ranks.layout import Layout
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import all_gather_via_store, download_once
+from fsdp_qlora.sharding.loading import decoded
+from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+from fsdp_qlora.utils import hub
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -13,34 +13,34 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.checkpointing.checkpoint import STATE
-from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.run_folder import is_finished
+from fsdp_qlora.checkpoint.checkpoint import STATE
+from fsdp_qlora.checkpoint.mirror import open_store
+from fsdp_qlora.checkpoint.run_folder import is_finished
 from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.image_processor import ImageProcessor
+from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.tokenization import sample_line
-from fsdp_qlora.generation.prompts import Question, read_questions
-from fsdp_qlora.generation.tasks import Tasks
-from fsdp_qlora.metrics.metric_log import refuse_sinks
-from fsdp_qlora.model import models
-from fsdp_qlora.output.text import fit
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.observability.metric_log import refuse_sinks
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.generation import Generation, plan_generation
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, least_free, place, plan_model
+from fsdp_qlora.planning.rollout_memory import Generation, plan_generation
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.planning.speed import describe_exchange
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import all_gather_via_store
-from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
-from fsdp_qlora.rollouts.rewards import Reward, load_rewards
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
-from fsdp_qlora.storage.files import read_json
-from fsdp_qlora.storage.run_files import RECORD, RUN
+from fsdp_qlora.training.generation.questions import Question, read_questions
+from fsdp_qlora.training.generation.tasks import Tasks
+from fsdp_qlora.training.rl.dataset import PromptData, read_prompts
+from fsdp_qlora.training.rl.rewards import Reward, load_rewards
+from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.run_files import RECORD, RUN
+from fsdp_qlora.utils.text import fit
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -8,14 +8,14 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.data.schedule import Schedule, epoch_order
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.attention import can_share
+from fsdp_qlora.model.architecture.attention import can_share
 from fsdp_qlora.planning.plan import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
-from fsdp_qlora.rollouts.prompts import PromptData
+from fsdp_qlora.training.rl.dataset import PromptData
+from fsdp_qlora.utils.errors import UserError
 
 _TOKENS = 10e6  # to train on, where no dataset is known
 

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.checkpointing.run_folder import read_run
+from fsdp_qlora.checkpoint.run_folder import read_run
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
+from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.text import GIB
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
@@ -35,10 +36,9 @@ from fsdp_qlora.planning.plan import (
 )
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import all_gather_via_store
-from fsdp_qlora.rollouts.prompts import PromptData
-from fsdp_qlora.sharding.model_parts import Offload
+from fsdp_qlora.training.rl.dataset import PromptData
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -7,11 +7,11 @@ Of 33 published runs of the 2024 program, planned by the others of their GPU, th
 import math
 from typing import NamedTuple
 
-from fsdp_qlora.model.attention import head_size
-from fsdp_qlora.output.text import format_bytes
+from fsdp_qlora.model.architecture.attention import head_size
+from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.sharding.model_parts import ModelParts
+from fsdp_qlora.utils.text import format_bytes
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -132,7 +132,7 @@ def count_work(
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
     """Bytes that a rank sends for the attention of a block, forward or backward: of its tokens, to the other ranks.
 
-    Queries and outputs of all heads, keys and values of as many as the ranks need (ranks/context.py), in 16 bits.
+    Queries and outputs of all heads, keys and values of as many as the ranks need (distributed/context.py), in 16 bits.
     """
     heads = size.attended + math.lcm(size.groups, num_ranks) * size.head_dim
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks

@@ -13,34 +13,32 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.first_values import initialize_adapters, set_magnitudes
-from fsdp_qlora.adapters.insert import fill_start, reduces_base
-from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
-from fsdp_qlora.control.stops import Control
-from fsdp_qlora.data.cache import add_reference
+from fsdp_qlora.data.batches.cache import add_reference
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
-from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
-from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
-from fsdp_qlora.loading.weight_files import WeightFiles, Weights
-from fsdp_qlora.model.fused import describe_fused
-from fsdp_qlora.model.mixers import layers_apart
+from fsdp_qlora.distributed.context import join_context
+from fsdp_qlora.distributed.process_group import all_gather_strings
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.shards import build_mesh
+from fsdp_qlora.distributed.store import download_once
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.export.card import Base
+from fsdp_qlora.export.write_results import ResultForm
+from fsdp_qlora.model.adapters.first_values import initialize_adapters, set_magnitudes
+from fsdp_qlora.model.adapters.insert import fill_start, reduces_base
+from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.architecture.fused import describe_fused
+from fsdp_qlora.model.architecture.token_mixers import layers_apart
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.quantizers.table import QUANTIZERS
-from fsdp_qlora.ranks.context import join_context
-from fsdp_qlora.ranks.process_group import all_gather_strings
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.shards import build_mesh
-from fsdp_qlora.ranks.store import download_once
-from fsdp_qlora.results.card import Base
-from fsdp_qlora.results.write import ResultForm
+from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
+from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer, learning_rate
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
@@ -50,6 +48,8 @@ from fsdp_qlora.training.objective import StepObjective, log_probabilities
 from fsdp_qlora.training.policy import PolicyObjective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
+from fsdp_qlora.utils import hub
+from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -74,7 +74,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
         RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs from the same
             layer computed unsharded.
     """
-    model = plan.meta.model  # on the meta device, already quantized and adapted: planning/build_model.py
+    model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
     wrap_blocks(model, number=plan.step.recomputing, offload=config.use_activation_cpu_offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)

@@ -7,24 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.schedule import RowSource
-from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
-from fsdp_qlora.generation.prompts import PromptFormat
+from fsdp_qlora.data.batches.schedule import RowSource
+from fsdp_qlora.export.save_results import save_adapter
+from fsdp_qlora.model.adapters.first_values import LiveValues
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.results.save import save_adapter
-from fsdp_qlora.rollouts.embedded import EmbeddedEngine
-from fsdp_qlora.rollouts.engine import Engine
-from fsdp_qlora.rollouts.prompts import PromptData
-from fsdp_qlora.rollouts.records import RolloutFile
-from fsdp_qlora.rollouts.rewards import Scorer
-from fsdp_qlora.rollouts.server import Server, ServerEngine
-from fsdp_qlora.rollouts.source import Rollouts
 from fsdp_qlora.sharding.parallelize import kept_gathered
-from fsdp_qlora.storage.run_files import ADAPTERS
+from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.policy import token_logprobs
+from fsdp_qlora.training.rl.dataset import PromptData
+from fsdp_qlora.training.rl.embedded import EmbeddedEngine
+from fsdp_qlora.training.rl.engine import Engine
+from fsdp_qlora.training.rl.records import RolloutFile
+from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.training.rl.server import Server, ServerEngine
+from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.run_files import ADAPTERS
 
 
 def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
@@ -77,7 +77,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
 
 
 def stops_of(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, record: dict[str, Any]) -> Stops:
-    """When an answer ends, by the model and the text around prompts, as of data/rendering.py."""
+    """When an answer ends, by the model and the text around prompts, as of data/text/rendering.py."""
     prompt_format = PromptFormat(tokenizer, record)
     prompt_format.close()
     return Stops(tokenizer, model, prompt_format.stop_text)

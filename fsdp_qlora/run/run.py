@@ -14,54 +14,54 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.adapters.first_values import start_values
-from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, read_adapter
-from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.result import result_error
-from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.run_folder import StartRequest, is_finished
-from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpoint.mirror import open_store
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.result import result_error
+from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.run_folder import StartRequest, is_finished
+from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
-from fsdp_qlora.control import clock, exits, restarts
-from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.stops import Signals
-from fsdp_qlora.data.schedule import RowsInMemory
-from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
-from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
-from fsdp_qlora.generation.prompts import PromptFormat
-from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.model import models
-from fsdp_qlora.output.environment import versions
-from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.facts import Measured, run_facts
-from fsdp_qlora.planning.fit import fit_on_gpu
-from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.plan import PlacedModel, check_resources, read_model
-from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
-from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
-from fsdp_qlora.ranks.process_group import (
+from fsdp_qlora.data.batches.schedule import RowsInMemory
+from fsdp_qlora.data.batches.tokenization import describe_sample
+from fsdp_qlora.distributed.device import configure_kernels, make_deterministic
+from fsdp_qlora.distributed.process_group import (
     check_agreement,
     process_group_closed,
     raise_on_all_ranks,
     release_loading_memory,
     start_process_group,
 )
-from fsdp_qlora.ranks.ranks import Ranks, derive_seed, read_ranks, set_up_logging
-from fsdp_qlora.ranks.store import connect, kept_until_all_connect
-from fsdp_qlora.results.write import check_uploads, leave_result, push_result, save_result
-from fsdp_qlora.rollouts.server import check_server
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed, read_ranks, set_up_logging
+from fsdp_qlora.distributed.store import connect, kept_until_all_connect
+from fsdp_qlora.distributed.supervision import clock, exits, restarts
+from fsdp_qlora.distributed.supervision.presence import Presence
+from fsdp_qlora.distributed.supervision.stops import Signals
+from fsdp_qlora.export.write_results import check_uploads, leave_result, push_result, save_result
+from fsdp_qlora.model.adapters.first_values import start_values
+from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.planning import describe
+from fsdp_qlora.planning.facts import Measured, run_facts
+from fsdp_qlora.planning.fit import fit_on_gpu
+from fsdp_qlora.planning.gpus import gpu_of
+from fsdp_qlora.planning.plan import PlacedModel, check_resources, read_model
+from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
 from fsdp_qlora.run.rollouts import open_source, stops_of
 from fsdp_qlora.run.supervision import Extras, Guard
+from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.storage.files import fingerprint_files, record_of
+from fsdp_qlora.training.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
+from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.loop import train
+from fsdp_qlora.training.rl.server import check_server
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.environment import versions
+from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
+from fsdp_qlora.utils.files import fingerprint_files, record_of
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -7,24 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.checkpointing.mirror import Mirror
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.run_folder import Status
-from fsdp_qlora.checkpointing.saving import Saver
-from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.checkpoint.mirror import Mirror
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.run_folder import Status
+from fsdp_qlora.checkpoint.saving import Saver
+from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.control import exits
-from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.stops import Budget, Control, Signals
-from fsdp_qlora.control.watchdog import Watchdog
-from fsdp_qlora.generation.generate import Samples
-from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.profiling import MemoryLog, profiling
-from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.distributed.supervision import exits
+from fsdp_qlora.distributed.supervision.presence import Presence
+from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
+from fsdp_qlora.distributed.supervision.watchdog import Watchdog
+from fsdp_qlora.observability.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
+from fsdp_qlora.observability.profiling import MemoryLog, profiling
+from fsdp_qlora.observability.report import Facts, write_at_end
+from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.facts import Measured
-from fsdp_qlora.results.report import Facts, write_at_end
+from fsdp_qlora.training.generation.generate import Samples
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
 

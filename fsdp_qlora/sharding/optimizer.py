@@ -9,8 +9,8 @@ import bitsandbytes
 import torch
 from torch import nn
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.shards import local_part, shard_bounds
+from fsdp_qlora.distributed.shards import local_part, shard_bounds
+from fsdp_qlora.utils.errors import UserError
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:

@@ -15,14 +15,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
-from fsdp_qlora.model.models import find_blocks
-from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
-from fsdp_qlora.ranks.shards import own_rows, padded_rows, shard_bounds, shard_size
+from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
+from fsdp_qlora.distributed.shards import own_rows, padded_rows, shard_bounds, shard_size
+from fsdp_qlora.model.adapters.insert import adapter_modules, magnitudes
+from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_memory import split_arena
-from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import adapter_owners
 from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of
 from fsdp_qlora.sharding.weight_stream import is_streamed, stream_weights

@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.insert import adapted_layers, adapter_modules, as_at_start
-from fsdp_qlora.model.fused import set_save_inputs_only
-from fsdp_qlora.model.models import find_blocks
+from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
+from fsdp_qlora.model.architecture.fused import set_save_inputs_only
+from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.sharding.host_memory import InputStore
 
 

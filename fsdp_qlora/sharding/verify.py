@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_qlora.adapters.first_values import adapted_weights, subtract
-from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.model.models import canonical_name
-from fsdp_qlora.output.text import format_bytes
-from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
-from fsdp_qlora.ranks.process_group import gather_numbers
-from fsdp_qlora.ranks.shards import local_part, shard_size, whole_weights
-from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.shards import local_part, shard_size, whole_weights
+from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
+from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight
+from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.utils.text import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.process_group import gather_numbers
-from fsdp_qlora.ranks.shards import (
+from fsdp_qlora.distributed.device import to_device
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.shards import (
     all_gather,
     gather_rows,
     local_part,
@@ -30,8 +30,8 @@ from fsdp_qlora.ranks.shards import (
     shard_rank,
     shard_size,
 )
+from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.sharding.host_memory import SideStream
-from fsdp_qlora.sharding.model_parts import ModelParts
 
 
 def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:

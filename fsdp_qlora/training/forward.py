@@ -12,23 +12,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_qlora.control.clock import Heartbeat
-from fsdp_qlora.data.image_processor import ImageProcessor
-from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, describe_documents, pad_rows
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Round, Schedule
-from fsdp_qlora.data.streaming import read_ahead
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.attention import attending
-from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.ranks.context import ContextGroup
-from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, describe_documents, pad_rows
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import Round, Schedule
+from fsdp_qlora.data.batches.streaming import read_ahead
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.distributed.context import ContextGroup
+from fsdp_qlora.distributed.device import to_device
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.model.architecture.attention import attending
+from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import gathered
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
+from fsdp_qlora.utils.errors import UserError
 
 _AHEAD = 2  # micro-batches
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from fsdp_qlora.model.models import can_skip_logits
+from fsdp_qlora.model.architecture.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
 
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.control.stops import Control
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.data.batches.schedule import RowSource
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import RowSource
-from fsdp_qlora.errors import NotFinite, RolloutError, RunStopped, TrainingError
+from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped, TrainingError
 
 log = logging.getLogger("fsdp_qlora")
 

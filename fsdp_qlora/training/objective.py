@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, LogProbs, LossInputs, LossSettings
-from fsdp_qlora.data.micro_batch import MicroBatch
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Round
-from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.data.batches.micro_batch import MicroBatch
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import Round
+from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.head_loss import Reduction

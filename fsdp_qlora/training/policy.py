@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.config.objectives import TokenInputs
-from fsdp_qlora.data.micro_batch import IGNORE_INDEX, MicroBatch
-from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, Totals

@@ -11,20 +11,20 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
-from fsdp_qlora.data.micro_batch import describe_documents, documents_of_part
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.attention import attending, packing_blocker
-from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.output.text import GIB
-from fsdp_qlora.ranks.context import ContextGroup
-from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.process_group import gather_numbers
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
+from fsdp_qlora.distributed.context import ContextGroup
+from fsdp_qlora.distributed.device import to_device
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
+from fsdp_qlora.model.architecture.attention import attending, packing_blocker
+from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 

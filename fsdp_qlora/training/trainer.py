@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.data.micro_batch import MicroBatch
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Round, RowsInMemory, StepRows
-from fsdp_qlora.errors import NotFinite
-from fsdp_qlora.ranks.process_group import gather_numbers
-from fsdp_qlora.ranks.ranks import derive_seed
+from fsdp_qlora.data.batches.micro_batch import MicroBatch
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import Round, RowsInMemory, StepRows
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.ranks import derive_seed
+from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.forward import ForwardPass
 from fsdp_qlora.training.objective import StepObjective, Totals
+from fsdp_qlora.utils.errors import NotFinite
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -78,7 +78,7 @@ def hang() -> NoReturn:
 
 def fill_disk(folder: Path, most: int) -> None:
     """Let the checkpoints' folder have room for `most` tensor files."""
-    from fsdp_qlora.checkpointing import train_state
+    from fsdp_qlora.checkpoint import train_state
 
     original = train_state.write_tensors
 
@@ -95,7 +95,7 @@ def fill_disk(folder: Path, most: int) -> None:
 
 def write_slowly() -> None:
     """Let a thread write every checkpoint, however small it is, and take longer than a step."""
-    from fsdp_qlora.checkpointing import saving, train_state
+    from fsdp_qlora.checkpoint import saving, train_state
 
     original = train_state.write_tensors
 
@@ -112,7 +112,7 @@ def together(*faults: Fault) -> None:
 
 
 def be_impatient() -> None:
-    from fsdp_qlora.control import presence
+    from fsdp_qlora.distributed.supervision import presence
 
     presence._SILENT_SECONDS, presence._PULSE_SECONDS = 3.0, 0.5
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.mirror import open_store
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.mirror import open_store
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import KILLED, Job, Same, at_step, ended, finish, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows

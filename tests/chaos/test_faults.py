@@ -15,12 +15,12 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.progress import spike
-from fsdp_qlora.control import presence, watchdog
-from fsdp_qlora.control.clock import Heartbeat
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.progress import spike
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision import presence, watchdog
+from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.utils.errors import UserError
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     KILLED,
@@ -188,7 +188,7 @@ def while_loading(happens: Fault, rank: int) -> None:
 
 def while_the_mirror_is_slow(error: type[Exception], words: str) -> None:
     """Let rank 0 fail in the third step, while a copy for the mirror takes longer than its neighbour waits."""
-    from fsdp_qlora.checkpointing.mirror import Store
+    from fsdp_qlora.checkpoint.mirror import Store
 
     be_impatient()
     Store.update = lambda self, output_dir: time.sleep(8)  # type: ignore[method-assign]

@@ -21,9 +21,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model_files.expand import expand_model
+from fsdp_qlora.export.expand import expand_model
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     INJECTED,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.output.redact import HIDDEN, _secrets, redact, redact_values
+from fsdp_qlora.utils.redact import HIDDEN, _secrets, redact, redact_values
 from tests.tiny import flags, make_model, make_rows, on_ranks, write_rows
 
 IN_ENVIRONMENT, IN_URL = "canary-of-the-environment", "canary-of-a-url"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.control import stops
-from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.distributed.supervision import stops
+from fsdp_qlora.utils.errors import TrainingError
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     Fault,
@@ -78,7 +78,7 @@ def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Pat
 
 _WAITS_IN_C = """
 import ctypes, threading
-from fsdp_qlora.control import stops
+from fsdp_qlora.distributed.supervision import stops
 
 stops._END_SECONDS = 0.5
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -143,7 +143,7 @@ def take_ten_seconds_per_step() -> None:
     """Let the clock that budgets are measured by stand still but for the steps."""
     from types import SimpleNamespace
 
-    from fsdp_qlora.control import clock, stops
+    from fsdp_qlora.distributed.supervision import clock, stops
     from fsdp_qlora.training.trainer import Trainer
 
     now = 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_qlora.control.launch import is_from_an_agent
+from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import HANG_SECONDS, Job, Same, ended, is_gone, run, status, steps_done, wait_for
 from tests.tiny import ROOT, flags
@@ -117,9 +117,10 @@ def test_torchrun_passes_sigterm_on_and_exits_as_documented(
 IMPATIENT = """
 import os, sys, time
 import train
-from fsdp_qlora.control.launch import relaunch_if_needed
-from fsdp_qlora.run.options import parse_train_config
-from fsdp_qlora.control import presence, watchdog
+from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed
+from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.distributed.supervision import presence
+from fsdp_qlora.distributed.supervision import watchdog
 from tests.chaos.harness import at_step, be_impatient
 
 if "RANK" not in os.environ:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.metrics import wandb_sink
-from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import SinkOptions, reason
-from fsdp_qlora.metrics.wandb_sink import WandbSink
-from fsdp_qlora.storage.records import numbers_in
+from fsdp_qlora.observability import wandb_sink
+from fsdp_qlora.observability.metric_log import MetricLog, cut_metrics, open_metric_log
+from fsdp_qlora.observability.sinks import SinkOptions, reason
+from fsdp_qlora.observability.wandb_sink import WandbSink
+from fsdp_qlora.utils.records import numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
@@ -229,7 +229,7 @@ def test_a_silent_wandb_server_delays_neither_start_nor_end(server: WandbServer,
     program = f"""
 import logging, sys
 from pathlib import Path
-from fsdp_qlora.metrics import wandb_sink
+from fsdp_qlora.observability import wandb_sink
 from tests.chaos.test_wandb import log_steps, open_log
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 wandb_sink.INIT_SECONDS = wandb_sink.TEARDOWN_SECONDS = 1.0

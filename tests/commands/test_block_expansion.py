@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model_files.expand import block_origins, expand_model
-from fsdp_qlora.quantizers.table import QUANTIZERS
+from fsdp_qlora.export.expand import block_origins, expand_model
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
+from fsdp_qlora.utils.errors import UserError
 from tests.reference import batch_loss, encode
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 

@@ -15,13 +15,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
 from fsdp_qlora.config.text import identity_settings, resolved_options
-from fsdp_qlora.generation.generate import Draws, Samples, SamplingOptions
-from fsdp_qlora.generation.prompts import read_questions
-from fsdp_qlora.loading import hub
-from fsdp_qlora.run.options import adapter_folder, trained_model_options
 from fsdp_qlora.sharding import vocabulary
-from fsdp_qlora.storage.records import read_records
+from fsdp_qlora.training.generation.generate import Draws, Samples, SamplingOptions
+from fsdp_qlora.training.generation.questions import read_questions
+from fsdp_qlora.utils import hub
+from fsdp_qlora.utils.records import read_records
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
 

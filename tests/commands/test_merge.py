@@ -18,9 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.model_files import merging, verify
-from fsdp_qlora.results import card
-from fsdp_qlora.storage import safetensors_files
+from fsdp_qlora.export import card, merging, verify
+from fsdp_qlora.utils import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.reference import LINEARS
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
@@ -225,7 +224,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
 def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_path: Path) -> None:
     adapter, out = make_adapter(models("llama"), tmp_path / "adapter"), tmp_path / "out"
     code = (
-        "import time, sys\nfrom fsdp_qlora.storage.safetensors_files import PackedFiles\n"
+        "import time, sys\nfrom fsdp_qlora.utils.safetensors_files import PackedFiles\n"
         "PackedFiles.write = lambda *args: time.sleep(60)\n"
         "from fsdp_qlora.__main__ import main\nmain(sys.argv[1:])"
     )

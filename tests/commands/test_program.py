@@ -16,10 +16,10 @@ import fsdp_qlora
 from fsdp_qlora import TrainConfig, UserError
 from fsdp_qlora.__main__ import COMMANDS, main
 from fsdp_qlora.commands import doctor
+from fsdp_qlora.commands.run_config import make_train_config, parse_train_config
 from fsdp_qlora.config.text import shipped_configs
-from fsdp_qlora.control.launch import set_torch_variables
-from fsdp_qlora.errors import paths_refused
-from fsdp_qlora.run.options import make_train_config, parse_train_config
+from fsdp_qlora.distributed.supervision.launch import set_torch_variables
+from fsdp_qlora.utils.errors import paths_refused
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick

@@ -11,8 +11,8 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.model_files import model_folder
-from fsdp_qlora.storage import safetensors_files
+from fsdp_qlora.export import model_folder
+from fsdp_qlora.utils import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 

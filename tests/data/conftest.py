@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.data.chat_template import TemplateWorker
+from fsdp_qlora.data.text.chat_template import TemplateWorker
 
 WORKER = TemplateWorker()  # for all tests: a start takes seconds
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import yaml
 
-from fsdp_qlora.checkpointing.checkpoint import STATE
+from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import prepare
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.planning.run_plan import with_kept_context
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.storage.run_files import RUN, STATUS
+from fsdp_qlora.utils.run_files import RUN, STATUS
 from tests.tiny import flags, make_rows, run_ranks, spelled_tokenizer, write_rows
 
 Models = Callable[..., Path]

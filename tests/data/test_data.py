@@ -31,24 +31,25 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data import cache, sources, tokenization
-from fsdp_qlora.data.content import Segment
-from fsdp_qlora.data.data_report import DataReport
-from fsdp_qlora.data.files import FILE_KINDS, look_into, read_file
-from fsdp_qlora.data.formats import FORMATS, Format
-from fsdp_qlora.data.micro_batch import pad_rows
-from fsdp_qlora.data.prepare import DataOptions, prepare_rows
-from fsdp_qlora.data.prompts import TEMPLATES
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import (
+from fsdp_qlora.data.batches import cache, tokenization
+from fsdp_qlora.data.batches.data_report import DataReport
+from fsdp_qlora.data.batches.micro_batch import pad_rows
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import (
     Schedule,
     epoch_order,
     split_by_length,
     split_by_tokens,
     split_eval,
 )
-from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.data.batches.tokenization import check_vocabulary, describe_sample
+from fsdp_qlora.data.content import Segment
+from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.files import FILE_KINDS, look_into, read_file
+from fsdp_qlora.data.text.formats import FORMATS, Format
+from fsdp_qlora.data.text.templates import TEMPLATES
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import spelled_tokenizer
 
 pytestmark = pytest.mark.quick

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.config.objectives import TEXTS
-from fsdp_qlora.data.formats import FORMATS, AskedFormat
-from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate
-from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.tokenization import encode
+from fsdp_qlora.data.batches.tokenization import encode
+from fsdp_qlora.data.text.formats import FORMATS, AskedFormat
+from fsdp_qlora.data.text.rendering import Renderer
+from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate
 from tests.data.conftest import WORKER
 from tests.tiny import ROOT, spelled_tokenizer
 

@@ -13,12 +13,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data import cache, chats
+from fsdp_qlora.data.batches import cache
 from fsdp_qlora.data.content import FOLDER
-from fsdp_qlora.data.image_processor import ImageProcessor
-from fsdp_qlora.data.images import are_as_kept, keep, load
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.errors import RankError, UserError
+from fsdp_qlora.data.text import chats
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.images import are_as_kept, keep, load
+from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.test_data import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png
 

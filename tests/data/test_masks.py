@@ -12,15 +12,15 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.control.clock import within
-from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
+from fsdp_qlora.data.batches.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.data.content import BadRow, Chat, Segment
-from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.prompts import ChosenTemplate, find_template
-from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.prompts import PromptFormat, question
+from fsdp_qlora.data.text.chat_template import APART, ChatTemplate, TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.rendering import Renderer
+from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
+from fsdp_qlora.distributed.supervision.clock import within
+from fsdp_qlora.training.generation.questions import PromptFormat, question
+from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.test_data import rows_of, write_parquet
 from tests.tiny import ROOT, spelled_tokenizer
@@ -162,7 +162,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("bad", HOSTILE)
 def test_a_hostile_template_costs_its_row_alone(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 2)
+    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
     refusal, word = HOSTILE[bad]
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), only_here)
@@ -209,7 +209,7 @@ EXTREME = {
 
 @pytest.mark.parametrize("name", EXTREME)
 def test_an_extreme_chat_is_a_bad_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 2)
+    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
     chat, reason = EXTREME[name]
     chat_template = ChatTemplate(
         spelled_tokenizer("byte_level"), CALLS_ITSELF + "{{ tools | tojson if tools }}" + template()
@@ -245,10 +245,12 @@ def test_a_killed_or_stopped_process_is_replaced_and_time_outs_end_it_all(
         assert worker._process is not None
         worker._process.send_signal(number)
         limits = iter((1.0, 600.0))  # of this process, and of the one that is started
-        monkeypatch.setattr("fsdp_qlora.data.chat_template.within", lambda _, call, all=limits: within(next(all), call))
+        monkeypatch.setattr(
+            "fsdp_qlora.data.text.chat_template.within", lambda _, call, all=limits: within(next(all), call)
+        )
         assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
     monkeypatch.undo()
-    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
+    monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 0.1)
     endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
     for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault
         with pytest.raises(refusal, match="did not end within"):

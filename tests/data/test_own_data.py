@@ -14,11 +14,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import Schedule, mix
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.schedule import Schedule, mix
-from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.data.sources.source import DatasetName, find_source, parse_name
 from fsdp_qlora.planning.run_plan import data_options
+from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker
 from tests.data.test_data import rows_of, write_csv, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.commands.run_config import parse_train_config
 from tests.data.test_data import write_csv, write_jsonl
 from tests.data.test_own_data import Rows, prepare, tokenizer
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.data.chat_template import APART, CUT, LEFT_OUT, answer
 from fsdp_qlora.data.content import Chat
+from fsdp_qlora.data.text.chat_template import APART, CUT, LEFT_OUT, answer
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.errors import RunStopped, TrainingError, UserError
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
+from fsdp_qlora.utils.errors import RunStopped, TrainingError, UserError
 
 OURS = (UserError, TrainingError, RunStopped, DamagedCheckpoint)
 CASES = int(os.environ.get("FUZZ_CASES", "40"))  # of each kind of input

@@ -22,21 +22,21 @@ import pytest
 import torch
 import yaml
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.resume import RunFolder
-from fsdp_qlora.checkpointing.run_folder import StartRequest
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.resume import RunFolder
+from fsdp_qlora.checkpoint.run_folder import StartRequest
+from fsdp_qlora.commands.run_config import parse_train_config, run_options
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml
-from fsdp_qlora.data.files import FILE_KINDS
-from fsdp_qlora.errors import ENDINGS, RunStopped
-from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.quant_cache import CachedWeights
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.data.sources.files import FILE_KINDS
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.planning.run_plan import make_plan
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.run.load_model import open_weights
-from fsdp_qlora.run.options import parse_train_config, run_options
+from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils import hub
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
 

@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {**_TRAIN_TYPES, **_MEMORY, **_NUMBERS, **_OPTIMIZERS}
 
 def make_models(folder: Path) -> dict[str, Path]:
     """The models of the cases: a llama, one with experts, and the llama with new blocks."""
-    from fsdp_qlora.model_files.expand import expand_model
+    from fsdp_qlora.export.expand import expand_model
 
     llama = make_model(folder / MODEL)
     experts = make_model(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters.first_values import pissa
-from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear, quantize_blocks
-from fsdp_qlora.quantizers.hqq import HqqExperts, HqqLinear, _pack, _quantize_groups
-from fsdp_qlora.quantizers.int8 import Int8Linear
+from fsdp_qlora.model.adapters.first_values import pissa
+from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear, quantize_blocks
+from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear, _pack, _quantize_groups
+from fsdp_qlora.model.quantizers.int8 import Int8Linear
 from tests.gpu.check import IS_STAND_IN, holds, same
 
 # The last three: rows that end in half a block, in a part of one, and weights that do not fill their last block.

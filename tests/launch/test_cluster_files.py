@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fsdp_qlora.config.options import option_types
-from fsdp_qlora.errors import ENDINGS
+from fsdp_qlora.utils.errors import ENDINGS
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick

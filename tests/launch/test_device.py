@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.device import choose_device, configure_kernels
-from fsdp_qlora.ranks.process_group import _warn_of_small_shared_memory
+from fsdp_qlora.distributed.device import choose_device, configure_kernels
+from fsdp_qlora.distributed.process_group import _warn_of_small_shared_memory
+from fsdp_qlora.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.control.exits import exhausted_memory, loading_explained, reporting_failures
-from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, TrainingError
+from fsdp_qlora.distributed.supervision.exits import exhausted_memory, loading_explained, reporting_failures
+from fsdp_qlora.utils.errors import Crashed, LostRank, OutOfMemory, TrainingError
 from tests.tiny import ROOT
 
 NCCL = (
@@ -120,7 +120,7 @@ LATE_COLLECTIVE = """
 import atexit, gc, mmap, os, sys, time
 import torch
 import torch.distributed as dist
-from fsdp_qlora.ranks.process_group import process_group_closed
+from fsdp_qlora.distributed.process_group import process_group_closed
 
 is_over, kept, rank = mmap.mmap(-1, 1), [], int(os.fork() == 0)
 

@@ -18,25 +18,25 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_qlora import api
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control import launch, restarts
-from fsdp_qlora.control.launch import is_from_an_agent
-from fsdp_qlora.data.sources import find_source
-from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
-from fsdp_qlora.ranks import store
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import connect
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.data.sources.source import find_source
+from fsdp_qlora.distributed import store
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import connect
+from fsdp_qlora.distributed.supervision import launch, restarts
+from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from fsdp_qlora.training.trainer import Trainer
+from fsdp_qlora.utils.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
 from tests.chaos.harness import is_gone, wait_for
 from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
 import os, signal, sys, time
-from fsdp_qlora.run.options import parse_train_config
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.control.launch import relaunch_if_needed
+from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed
 
 config = parse_train_config(sys.argv[1:])
 try:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_qlora.control.launch import is_from_an_agent
+from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
 from tests.tiny import ROOT
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")

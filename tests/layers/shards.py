@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_qlora.quantizers.base import QuantizedLinear
+from fsdp_qlora.model.quantizers.base import QuantizedLinear
 from tests.tiny import on_ranks
 
 # Rows that ranks cannot share equally; weights that do not fill blocks of 64, nor the ranks with blocks; odd rows.
@@ -44,9 +44,9 @@ class LargestTensor(TorchDispatchMode):
 def _save_shards(make: Make, keys: list[Any], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
-    from fsdp_qlora.ranks.shards import build_mesh
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.distributed.shards import build_mesh
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.model import attention
+from fsdp_qlora.model.architecture import attention
 from tests.tiny import PROBE
 
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdp_qlora.data.micro_batch import learned_rows
-from fsdp_qlora.model.models import has_tied_embeddings
+from fsdp_qlora.data.batches.micro_batch import learned_rows
+from fsdp_qlora.model.architecture.models import has_tied_embeddings
+from fsdp_qlora.model.model_parts import is_plain_lookup
 from fsdp_qlora.sharding import vocabulary
-from fsdp_qlora.sharding.model_parts import is_plain_lookup
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 from tests.layers.shards import LargestTensor
@@ -221,11 +221,11 @@ class _OwnLogits(LlamaForCausalLM):
 
 
 def _compare(folders: dict[str, str]) -> int:
-    from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
-    from fsdp_qlora.ranks.shards import build_mesh
-    from fsdp_qlora.sharding.model_parts import ModelParts
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.distributed.shards import build_mesh
+    from fsdp_qlora.model.architecture.precision import PRECISIONS
+    from fsdp_qlora.model.model_parts import ModelParts
     from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.model import fused as functions
-from fsdp_qlora.model.fused import (
+from fsdp_qlora.model.architecture import fused as functions
+from fsdp_qlora.model.architecture.fused import (
     FORMS,
     GatedMlp,
     RmsNorm,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.lora import Dropout, LoraLinear
-from fsdp_qlora.quantizers import base
-from fsdp_qlora.quantizers.table import QUANTIZERS
+from fsdp_qlora.model.adapters.lora import Dropout, LoraLinear
+from fsdp_qlora.model.quantizers import base
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.layers.shards import relative_error, weight_of
 
 pytestmark = pytest.mark.quick

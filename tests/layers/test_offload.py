@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.sharding import weight_stream
 from fsdp_qlora.sharding.host_memory import InputStore, split_arena
-from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
 
 SIZE, BLOCKS = 8, 4

@@ -10,10 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.model import pieces
-from fsdp_qlora.model.fused import FORMS, GatedMlp, Mlp, RmsNorm, as_own_mlp, fuse_modules, set_save_inputs_only
-from fsdp_qlora.model.pieces import count_pieces
+from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.architecture import chunking as pieces
+from fsdp_qlora.model.architecture.chunking import count_pieces
+from fsdp_qlora.model.architecture.fused import (
+    FORMS,
+    GatedMlp,
+    Mlp,
+    RmsNorm,
+    as_own_mlp,
+    fuse_modules,
+    set_save_inputs_only,
+)
 from tests.layers.test_lora_product import IN, adapted, assert_near
 
 pytestmark = pytest.mark.quick

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_qlora.quantizers import int8
-from fsdp_qlora.quantizers.base import QuantizedLinear, QuantizedWeight
-from fsdp_qlora.quantizers.bnb_4bit import quantize_blocks
-from fsdp_qlora.quantizers.int8 import _multiply
-from fsdp_qlora.quantizers.table import QUANTIZERS
-from fsdp_qlora.sharding.model_parts import count_bytes, kinds_of
+from fsdp_qlora.model.model_parts import count_bytes, kinds_of
+from fsdp_qlora.model.quantizers import int8
+from fsdp_qlora.model.quantizers.base import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
+from fsdp_qlora.model.quantizers.int8 import _multiply
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.layers.shards import SHAPES, LargestTensor, relative_error, shards, weight_of
 from tests.layers.test_lora_product import ONE_RANK
 

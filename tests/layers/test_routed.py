@@ -11,14 +11,14 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.adapters.lora import LoraExperts
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model.models import canonical_name
-from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.planning.build_model import LayerOptions, build_model
-from fsdp_qlora.quantizers import routed
-from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.adapters.lora import LoraExperts
+from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.quantizers import routed
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import ONE_RANK
 from tests.parity.test_experts import FAMILIES

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
-from fsdp_qlora.data.schedule import RowsInMemory, StepRows
-from fsdp_qlora.ranks.shards import local_part
+from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
+from fsdp_qlora.distributed.shards import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
@@ -127,7 +127,7 @@ def test_a_starting_block_prefetches_the_next_one(
 
 def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
     import train
-    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
+    from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts
 
     load = Bnb4bitExperts.load_shard
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.loading.hub import conversion_advice
+from fsdp_qlora.utils.hub import conversion_advice
 from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
 FIND = """
 import logging, os, sys
-from fsdp_qlora.errors import LostRank, UserError
-from fsdp_qlora.loading.hub import find_model_folder
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.ranks.store import connect, download_once
+from fsdp_qlora.utils.errors import LostRank, UserError
+from fsdp_qlora.utils.hub import find_model_folder
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.distributed.store import connect, download_once
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 ranks = read_ranks()
 store = connect(ranks)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from tests.tiny import SIZES, flags, make_rows, make_tokenizer, on_ranks, run_ranks, write_rows
 
 MIB = 2**20
@@ -45,16 +45,17 @@ def _peak_kib() -> int:
 
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
-    from fsdp_qlora.adapters.insert import LoraOptions
     from fsdp_qlora.config.train_types import TRAIN_TYPES
-    from fsdp_qlora.loading import load_weights
-    from fsdp_qlora.model import models
-    from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.planning.build_model import LayerOptions, build_model
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
-    from fsdp_qlora.ranks.shards import build_mesh
-    from fsdp_qlora.sharding import model_parts, parallelize
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.distributed.shards import build_mesh
+    from fsdp_qlora.model import model_parts
+    from fsdp_qlora.model.adapters.insert import LoraOptions
+    from fsdp_qlora.model.architecture import models
+    from fsdp_qlora.model.architecture.precision import PRECISIONS
+    from fsdp_qlora.model.build_model import LayerOptions, build_model
+    from fsdp_qlora.sharding import parallelize
+    from fsdp_qlora.sharding.loading import load_weights
 
     ranks = read_ranks()
     precision = PRECISIONS["bf16"]

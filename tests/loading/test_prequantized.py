@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import StoredFormat
-from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.quantizers.bnb_4bit import take_packed
+from fsdp_qlora.model.quantizers.bnb_4bit import take_packed
+from fsdp_qlora.sharding.loading.decoded import StoredFormat
+from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils.errors import UserError
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 

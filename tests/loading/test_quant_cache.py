@@ -16,10 +16,10 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.quant_cache import cache_key
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.storage.files import file_identity
+from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.quant_cache import cache_key
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils.files import file_identity
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -204,7 +204,7 @@ def test_a_damaged_entry_is_named_and_made_again_in_the_same_run(
 def _train_and_fail(argv: list[str], how: str) -> int:
     """A run in which files cannot be as long as the cache, or whose last rank is killed half-way."""
     import train
-    from fsdp_qlora.storage.safetensors_files import PackedFiles
+    from fsdp_qlora.utils.safetensors_files import PackedFiles
 
     write, count = PackedFiles.write, iter(range(10_000))
     is_last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])

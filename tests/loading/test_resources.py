@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.errors import OutOfMemory, UserError
-from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.output.text import GIB
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import checks
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.describe import describe_memory
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.sharding.model_parts import Offload
+from fsdp_qlora.utils.errors import OutOfMemory, UserError
+from fsdp_qlora.utils.text import GIB
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -163,10 +163,10 @@ def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callabl
 
 def _shards(folder: Path) -> int:
     """Lay out a model's offloaded shards."""
-    from fsdp_qlora.model import models
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
-    from fsdp_qlora.ranks.shards import build_mesh, local_part
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.distributed.shards import build_mesh, local_part
+    from fsdp_qlora.model.architecture import models
     from fsdp_qlora.sharding import parallelize
 
     ranks = read_ranks()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics import metric_log as metrics
-from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.observability import metric_log as metrics
+from fsdp_qlora.observability.metric_log import cut_metrics, open_metric_log
+from fsdp_qlora.observability.sinks import SinkOptions, named_numbers
 from fsdp_qlora.planning.run_plan import make_plan
-from fsdp_qlora.ranks.ranks import read_ranks
+from fsdp_qlora.utils.errors import UserError
 
 
 def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:

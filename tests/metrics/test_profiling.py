@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fsdp_qlora.metrics.profiling import _write, summarize
+from fsdp_qlora.observability.profiling import _write, summarize
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, **more: object) -> SimpleNamespace:

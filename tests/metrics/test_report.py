@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.answer import make_planner
+from fsdp_qlora.observability.report import make_page, read_run, write_at_end, write_report
 from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
+from fsdp_qlora.planning.report import make_planner
 from fsdp_qlora.planning.search import GpuOffer
-from fsdp_qlora.results.report import make_page, read_run, write_at_end, write_report
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
 EVIL = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&amp;\u2028'\"<b>"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.control.launch import is_from_an_agent
-from fsdp_qlora.output.text import fit
+from fsdp_qlora.distributed.supervision.launch import is_from_an_agent
+from fsdp_qlora.utils.text import fit
 from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
 
 PYTHON = [sys.executable]

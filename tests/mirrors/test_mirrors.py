@@ -14,11 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub import CommitOperationAdd, HfFileSystem
 
-from fsdp_qlora.checkpointing import checkpoint, mirror
-from fsdp_qlora.checkpointing.mirror import Store, fetch, open_store
-from fsdp_qlora.checkpointing.run_folder import check_usable
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.run_files import CHECKPOINTS, STATUS
+from fsdp_qlora.checkpoint import checkpoint, mirror
+from fsdp_qlora.checkpoint.mirror import Store, fetch, open_store
+from fsdp_qlora.checkpoint.run_folder import check_usable
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.run_files import CHECKPOINTS, STATUS
 from tests.saving.test_checkpoint import make
 
 # The commands of rclone that are used, on folders, for machines that do not have it.

@@ -12,14 +12,14 @@ from typing import get_args
 
 import pytest
 
-from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences
+from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
+from fsdp_qlora.commands.run_config import make_train_config, parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, advise
 from fsdp_qlora.config.text import option_help, resolved_options, resolved_yaml
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import make_train_config, parse_train_config
+from fsdp_qlora.utils.errors import UserError
 
 pytestmark = pytest.mark.quick
 
@@ -350,10 +350,10 @@ def test_help_lists_every_option_and_that_of_a_group_its_own(capsys):
 
 
 def test_every_choice_has_its_row_in_the_table_it_selects_from():
-    from fsdp_qlora.data.formats import FORMATS
-    from fsdp_qlora.metrics.metric_log import SINKS
-    from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
+    from fsdp_qlora.data.text.formats import FORMATS
+    from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
+    from fsdp_qlora.model.architecture.precision import PRECISIONS
+    from fsdp_qlora.observability.metric_log import SINKS
     from fsdp_qlora.sharding.optimizer import OPTIMIZERS, SCHEDULES
 
     hints = option_types()

@@ -9,8 +9,8 @@ import yaml
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.convert import convert
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.utils.errors import UserError
 
 pytestmark = pytest.mark.quick
 

@@ -37,8 +37,8 @@ def test_a_plan_shows_one_text_and_counts_rows_left_out_at_its_end(models: Calla
 
 
 def _read_damaged(path: str) -> int:
-    from fsdp_qlora.data.cache import read_cache
-    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.data.batches.cache import read_cache
+    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
 
     set_up_logging(read_ranks(), verbose=False)
     if os.environ["RANK"] == "1":

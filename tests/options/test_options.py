@@ -12,7 +12,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.commands.run_config import parse_train_config
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]

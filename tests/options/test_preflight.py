@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.commands.train import refuse_early
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.data.files import FILE_KINDS, PACKED
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.data.sources.files import FILE_KINDS, PACKED
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import ROOT, flags
 
 pytestmark = pytest.mark.quick

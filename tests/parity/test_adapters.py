@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.dora import DoraLinear, row_norms
-from fsdp_qlora.adapters.first_values import pissa, pissa_niter
-from fsdp_qlora.adapters.insert import select_targets
-from fsdp_qlora.adapters.lora import Dropout
+from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.model.adapters.dora import DoraLinear, row_norms
+from fsdp_qlora.model.adapters.first_values import pissa, pissa_niter
+from fsdp_qlora.model.adapters.insert import select_targets
+from fsdp_qlora.model.adapters.lora import Dropout
 from fsdp_qlora.run.run import run
+from fsdp_qlora.utils.errors import UserError
 from tests.parity.test_train_types import train_ours
 from tests.reference import decode, encode, load_adapter, load_base, load_decoded_base, peft_model, train_peft
 from tests.tiny import PROBE, flags, make_rows

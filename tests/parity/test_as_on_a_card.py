@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model_files.expand import expand_model
+from fsdp_qlora.export.expand import expand_model
 from tests.card import answer_as_a_card
 from tests.parity.test_combinations import train_each
 from tests.tiny import _free_port, all_slow_but, flags, make_rows, on_ranks, write_rows

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, pad_rows
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.model.attention import choose, packing_blocker
-from fsdp_qlora.model.mixers import keep_documents_apart
+from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, pad_rows
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.model.architecture.attention import choose, packing_blocker
+from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.training.head_loss import loss_of_logits
 from tests.parity.test_hybrids import HYBRIDS, WITHOUT_PADDING
 from tests.rounding import SGD, rounding

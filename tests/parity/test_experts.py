@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.adapters.first_values import LiveValues
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
-from fsdp_qlora.quantizers.routed import expert_parameters, route_experts, router_linears
-from fsdp_qlora.results import save as saving
-from fsdp_qlora.storage import safetensors_files
+from fsdp_qlora.export import save_results as saving
+from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts
+from fsdp_qlora.model.quantizers.routed import expert_parameters, route_experts, router_linears
+from fsdp_qlora.utils import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
 from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
 
@@ -162,9 +162,9 @@ def _weight(shape: tuple[int, ...]) -> torch.Tensor:
 def _save_shards(folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
-    from fsdp_qlora.ranks.shards import build_mesh
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.distributed.shards import build_mesh
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.data.micro_batch import describe_documents
-from fsdp_qlora.model.mixers import ByDocument, groups, keep_documents_apart, tell
-from fsdp_qlora.quantizers.routed import expert_parameters
+from fsdp_qlora.data.batches.micro_batch import describe_documents
+from fsdp_qlora.model.architecture.token_mixers import ByDocument, groups, keep_documents_apart, tell
+from fsdp_qlora.model.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.rounding import SGD, rounding
 from tests.tiny import PROBE, ROOT, all_slow_but, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from fsdp_qlora.adapters.first_values import first_adapter_value
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.parity.test_multimodal import make_multimodal
 from tests.reference import load_base, peft_model
 from tests.tiny import flags, make_tokenizer, on_ranks, read_metrics, train_ok

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.checkpointing.run_folder import StartRequest, find_differences
+from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
 from fsdp_qlora.commands.export import stored_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import on_ranks
 
 STEPS, LR, DECAY, RATIO = 5, 0.02, 0.1, 4.0
@@ -36,9 +36,9 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks
-    from fsdp_qlora.ranks.shards import build_mesh, own_rows
+    from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.distributed.shards import build_mesh, own_rows
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from fsdp_qlora.model import models as architectures
-from fsdp_qlora.model.precision import choose_precision
+from fsdp_qlora.model.architecture import models as architectures
+from fsdp_qlora.model.architecture.precision import choose_precision
 from fsdp_qlora.training.trainer import LossScale
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 

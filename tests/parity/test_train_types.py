@@ -13,7 +13,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
-from fsdp_qlora.adapters.first_values import first_adapter_value
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.reference import encode, load_adapter, load_base, load_decoded_base, train_peft
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from benchmarks import standin_memory
 from benchmarks.common import peak_bytes
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.data.schedule import StepRows
-from fsdp_qlora.ranks.shards import local_part
+from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.distributed.shards import local_part
 
 # Large enough that segments of 512 bytes do not matter.
 _SHAPE = standin_memory._shape("llama", 4096, 256, 704, 4, 4, 2, head_dim=64)

@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.data.rows import Lengths
-from fsdp_qlora.model.attention import EAGER
-from fsdp_qlora.model.attention import choose as choose_attention
-from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.attention import EAGER
+from fsdp_qlora.model.architecture.attention import choose as choose_attention
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.model_parts import ModelParts, Offload
 from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
-from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.fit import (
     Placement,
     candidates,
@@ -30,8 +32,6 @@ from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.plan import Machine, least_free
 from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 from tests.tiny import SIZES
 
 pytestmark = pytest.mark.quick

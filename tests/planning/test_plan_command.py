@@ -16,15 +16,16 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import published_runs
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
+from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.models import build_meta_model
-from fsdp_qlora.planning import answer, describe
-from fsdp_qlora.planning.answer import find_model, known_config, make_planner
+from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.planning import describe
+from fsdp_qlora.planning import report as answer
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
+from fsdp_qlora.planning.report import find_model, known_config, make_planner
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
+from fsdp_qlora.utils.errors import UserError
 from tests.planning.test_placement import REPEATS_KEYS
 from tests.tiny import SIZES, WORDS, flags, write_rows
 

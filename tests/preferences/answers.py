@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from tests.tiny import SIZES, flags
 
 STEPS, LR = 5, 0.3  # of SGD: see tests/rounding.py
@@ -98,15 +98,15 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     Args:
         advantages: of each run, generation and answer.
     """
-    from fsdp_qlora.control.stops import Control
+    from fsdp_qlora.commands.run_config import parse_train_config
     from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.distributed.process_group import connect, start_process_group, stop_process_group
+    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.distributed.supervision.stops import Control
     from fsdp_qlora.planning.plan import Machine, place, plan_model
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
-    from fsdp_qlora.ranks.process_group import connect, start_process_group, stop_process_group
-    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
     from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model
-    from fsdp_qlora.run.options import parse_train_config
 
     ranks = read_ranks("cpu")
     set_up_logging(ranks, verbose=False)
@@ -129,8 +129,8 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
 
 
 def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]]) -> None:
-    from fsdp_qlora.adapters.first_values import LiveValues, saved_parameters
-    from fsdp_qlora.data.schedule import StepRows
+    from fsdp_qlora.data.batches.schedule import StepRows
+    from fsdp_qlora.model.adapters.first_values import LiveValues, saved_parameters
     from fsdp_qlora.training.policy import token_logprobs
 
     records = []

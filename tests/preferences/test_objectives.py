@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings
-from fsdp_qlora.data.micro_batch import MicroBatch
+from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.training.objective import StepObjective, Totals
 from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, options_of_a_run, sketch
 from tests.rounding import rounding

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.rollouts.source import advantages, metrics_of
+from fsdp_qlora.training.rl.source import advantages, metrics_of
 from tests.preferences.answers import ANSWERS, CASES, END, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
 from tests.preferences.pairs import sketch
 from tests.tiny import on_ranks

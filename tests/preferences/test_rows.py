@@ -11,18 +11,18 @@ import pytest
 
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.data_report import DataReport
-from fsdp_qlora.data.formats import FORMATS, AskedFormat
-from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
-from fsdp_qlora.data.preferences import RATINGS
+from fsdp_qlora.data.batches.data_report import DataReport
+from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
+from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
-from fsdp_qlora.data.prompts import ChosenTemplate
-from fsdp_qlora.data.rendering import prompt_record
-from fsdp_qlora.data.rows import Lengths, TokenizedRows, join_rows
-from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.attention import FLASH, VARLEN
+from fsdp_qlora.data.text.formats import FORMATS, AskedFormat
+from fsdp_qlora.data.text.preferences import RATINGS
+from fsdp_qlora.data.text.rendering import prompt_record
+from fsdp_qlora.data.text.templates import ChosenTemplate
+from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import spelled_tokenizer
 
 CHAT = (

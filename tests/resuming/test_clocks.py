@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.control import watchdog
-from fsdp_qlora.control.clock import Heartbeat
-from fsdp_qlora.control.presence import BoundedStore, Presence
-from fsdp_qlora.control.stops import Budget, Control
-from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision import watchdog
+from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.distributed.supervision.presence import BoundedStore, Presence
+from fsdp_qlora.distributed.supervision.stops import Budget, Control
 
 HOUR = 3600.0
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.result import publish_files, record_result
-from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.run_folder import StartRequest
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.mirror import open_store
+from fsdp_qlora.checkpoint.result import publish_files, record_result
+from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.commands.cache import list_entries
-from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
-from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.storage import run_files
-from fsdp_qlora.storage.files import write_json
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils import run_files
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.utils.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
 

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.adapters.peft_folder import read_adapter
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.run.options import parse_train_config
+from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.utils.errors import UserError
 from tests.commands.test_merge import make_adapter
 from tests.parity.test_experts import FAMILIES
 from tests.reference import load_adapter, load_base

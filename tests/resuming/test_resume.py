@@ -14,24 +14,24 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import HashStore
 
-from fsdp_qlora.checkpointing import checkpoint, resume
-from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.resume import RunFolder, Start
-from fsdp_qlora.checkpointing.run_folder import FACTS, StartRequest
-from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.checkpoint import checkpoint, resume
+from fsdp_qlora.checkpoint.mirror import open_store
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.resume import RunFolder, Start
+from fsdp_qlora.checkpoint.run_folder import FACTS, StartRequest
+from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control import exits
-from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.stops import Signals
-from fsdp_qlora.errors import RunStopped, UserError
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import read_ranks
-from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import read_ranks
+from fsdp_qlora.distributed.shards import build_mesh
+from fsdp_qlora.distributed.supervision import exits
+from fsdp_qlora.distributed.supervision.presence import Presence
+from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.run.supervision import Guard
-from fsdp_qlora.storage import run_files
-from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
-from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
+from fsdp_qlora.utils import run_files
+from fsdp_qlora.utils.errors import RunStopped, UserError
+from fsdp_qlora.utils.files import read_json, write_hashed_json, write_json
+from fsdp_qlora.utils.safetensors_files import TensorForm, write_tensors
 from tests.resuming import test_train_state
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_qlora.checkpointing import train_state
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.process_group import all_gather_strings, start_process_group
-from fsdp_qlora.ranks.ranks import Ranks, read_ranks
-from fsdp_qlora.ranks.shards import build_mesh
+from fsdp_qlora.checkpoint import train_state
+from fsdp_qlora.distributed.process_group import all_gather_strings, start_process_group
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks
+from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
-from fsdp_qlora.storage.files import write_hashed_json
-from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import write_hashed_json
+from fsdp_qlora.utils.safetensors_files import TensorForm, write_tensors
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.rollouts.prompts import PromptData, read_prompts
+from fsdp_qlora.training.rl.dataset import PromptData, read_prompts
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_tokenizer, write_rows
 
 pytestmark = pytest.mark.quick

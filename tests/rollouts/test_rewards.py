@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_qlora.errors import RolloutError, UserError
-from fsdp_qlora.rollouts.records import RolloutFile
-from fsdp_qlora.rollouts.rewards import Reward, Scorer, load_rewards
-from fsdp_qlora.rollouts.source import advantages, metrics_of
+from fsdp_qlora.training.rl.records import RolloutFile
+from fsdp_qlora.training.rl.rewards import Reward, Scorer, load_rewards
+from fsdp_qlora.training.rl.source import advantages, metrics_of
+from fsdp_qlora.utils.errors import RolloutError, UserError
 
 pytestmark = pytest.mark.quick
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.errors import ENDINGS
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.utils.errors import ENDINGS
 from tests.chaos.harness import adapter, numbers, run
 from tests.tiny import ROOT, flags, make_model, read_metrics, train_ok, write_rows
 
@@ -98,7 +98,7 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
 
 def kill_at(phase: str, number: int, *, with_signal: int = signal.SIGKILL) -> None:
     """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor gives one."""
-    from fsdp_qlora.control.clock import Heartbeat
+    from fsdp_qlora.distributed.supervision.clock import Heartbeat
 
     left, beat = iter(range(number, 0, -1)), Heartbeat.beat
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.control.stops import Control
-from fsdp_qlora.errors import RankError, RolloutError, RunStopped
-from fsdp_qlora.generation.generate import SamplingOptions
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.rollouts import engine as engine_module
-from fsdp_qlora.rollouts import server as module
-from fsdp_qlora.rollouts.server import Server, ServerEngine, check_server
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.generation.generate import SamplingOptions
+from fsdp_qlora.training.rl import engine as engine_module
+from fsdp_qlora.training.rl import server as module
+from fsdp_qlora.training.rl.server import Server, ServerEngine, check_server
+from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.rollouts.lora_server import LoraServer
 from tests.tiny import ROOT, WORDS, _free_port, write_rows

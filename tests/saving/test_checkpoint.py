@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
-from fsdp_qlora.checkpointing.resume import RunFolder
-from fsdp_qlora.checkpointing.run_folder import StartRequest
-from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.ranks import Ranks, read_ranks
-from fsdp_qlora.storage import run_files
-from fsdp_qlora.storage.files import write_hashed_json
+from fsdp_qlora.checkpoint import checkpoint, resume, run_folder
+from fsdp_qlora.checkpoint.resume import RunFolder
+from fsdp_qlora.checkpoint.run_folder import StartRequest
+from fsdp_qlora.checkpoint.saving import best_step, delete_oldest
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks
+from fsdp_qlora.utils import run_files
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import write_hashed_json
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.adapters.first_values import LiveValues
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.results import save as saving
-from fsdp_qlora.storage import safetensors_files
-from fsdp_qlora.storage.safetensors_files import PackedFiles
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.export import save_results as saving
+from fsdp_qlora.model.adapters.first_values import LiveValues
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils import safetensors_files
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.safetensors_files import PackedFiles
 from tests.saving.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 

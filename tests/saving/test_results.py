@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.checkpointing.checkpoint import published
-from fsdp_qlora.data.prompts import CHAT_TEMPLATES
+from fsdp_qlora.checkpoint.checkpoint import published
+from fsdp_qlora.data.text.templates import CHAT_TEMPLATES
 from tests.chaos.harness import KILLED, adapter, numbers, run, status
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
 from tests.tiny import PROBE, make_rows, train_ok, write_rows
@@ -58,8 +58,8 @@ def finished_at(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFact
 
 def stop_at_step(how: str) -> None:
     """Let every rank be told to stop, or meet a loss that is not finite, in its step after STOPPED_AT - 1."""
-    from fsdp_qlora.control.stops import Budget
-    from fsdp_qlora.data.schedule import StepRows
+    from fsdp_qlora.data.batches.schedule import StepRows
+    from fsdp_qlora.distributed.supervision.stops import Budget
     from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.train_step
@@ -110,7 +110,7 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
 
 def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
     """Let evaluations give these losses, by step. A rank dies in that of step 5, or before it saves the result."""
-    from fsdp_qlora.results import save as saving
+    from fsdp_qlora.export import save_results as saving
     from fsdp_qlora.training.trainer import Trainer
 
     def evaluate(self: Trainer, step: int, *_: object) -> dict[str, float]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import saving
-from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.saving import Saver
-from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.storage.files import FileRecord
+from fsdp_qlora.checkpoint import saving
+from fsdp_qlora.checkpoint.progress import Progress
+from fsdp_qlora.checkpoint.saving import Saver
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.files import FileRecord
 
 
 class Disk:

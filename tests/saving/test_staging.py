@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.storage.files import staged_file, staged_folder
+from fsdp_qlora.utils.files import staged_file, staged_folder
 
 
 def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path) -> None:

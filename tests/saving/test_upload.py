@@ -17,8 +17,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.results import write
+from fsdp_qlora.export import write_results as write
+from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.data.micro_batch import IGNORE_INDEX, MicroBatch, concatenate_rows
-from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.ranks.context import ContextGroup
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch, concatenate_rows
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.distributed.context import ContextGroup
 from tests.preferences.pairs import make_labeled, make_pairs
 from tests.rounding import SGD
 from tests.tiny import all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows

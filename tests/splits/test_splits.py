@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model import pieces
-from fsdp_qlora.model_files.expand import expand_model
+from fsdp_qlora.export.expand import expand_model
+from fsdp_qlora.model.architecture import chunking as pieces
 from tests import tiny
 from tests.rounding import SGD, rounding
 from tests.tiny import SIZES, all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows

@@ -14,15 +14,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
-from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.planning.build_model import LayerOptions, build_model
-from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
-from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
-from fsdp_qlora.ranks.ranks import Ranks, read_ranks
-from fsdp_qlora.ranks.shards import build_mesh, own_rows, whole_weights
-from fsdp_qlora.sharding.model_parts import Offload
+from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks
+from fsdp_qlora.distributed.shards import build_mesh, own_rows, whole_weights
+from fsdp_qlora.model.adapters.insert import LoraOptions
+from fsdp_qlora.model.architecture.precision import PRECISIONS
+from fsdp_qlora.model.build_model import LayerOptions, build_model
+from fsdp_qlora.model.model_parts import Offload
+from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 
 # A query projection of 512 x 512 weights has 65,536 words of 16 bits at 4 bits a weight.

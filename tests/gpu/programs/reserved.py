@@ -20,12 +20,12 @@ from benchmarks.common import random_rows
 from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import StepRows
+from fsdp_qlora.distributed.shards import build_mesh, local_part
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.ranks.shards import build_mesh, local_part
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks

@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     import train
-    from fsdp_qlora.ranks.process_group import start_process_group
+    from fsdp_qlora.distributed.process_group import start_process_group
 
     if args.backend:
         start_process_group = functools.partial(start_process_group, backend=args.backend)

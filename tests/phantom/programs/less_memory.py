@@ -11,7 +11,7 @@ import torch
 
 import fsdp_qlora.run.run
 import train
-from fsdp_qlora.data.schedule import StepRows
+from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.run.load_model import build_trainer
 
 

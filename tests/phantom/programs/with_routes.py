@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from fsdp_qlora.quantizers import routed
+from fsdp_qlora.model.quantizers import routed
 
 
 def fix_routes() -> None:

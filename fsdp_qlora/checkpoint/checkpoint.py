@@ -1,0 +1,165 @@
+"""A run's checkpoints on disk: folders that are complete or absent, with a hash of every file.
+
+CHECKPOINTS/step_NNNNNN holds state.json, safetensors files and manifest.json, which has the size and SHA-256 of the
+others and is written last. A folder is written as .step_NNNNNN.writing, flushed, and then renamed, so a reader never
+sees a partial checkpoint. A damaged one is quarantined: renamed to step_NNNNNN.set_aside.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import FileRecord, publish_folder, record_of, write_hashed_json
+
+FORMAT_VERSION = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_SET_ASIDE = ".set_aside"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint has changed since it was written."""
+
+
+# --- the folders ---
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:06d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in a checkpoint's name; None if it was renamed."""
+    match = _STEP_NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def published(root: Path) -> dict[int, Path]:
+    """Step -> folder of every published checkpoint, oldest first."""
+    found = {}
+    for path in root.glob("step_*"):
+        if (step := step_of(path)) is not None and path.is_dir():
+            found[step] = path
+    return dict(sorted(found.items()))
+
+
+def quarantined(root: Path) -> list[Path]:
+    """The quarantined checkpoints, oldest first."""
+    return sorted(root.glob(f"step_*{_SET_ASIDE}"))
+
+
+def quarantine(folder: Path) -> Path:
+    """Rename a checkpoint so that it is no longer used; its files stay."""
+    target = folder.with_name(folder.name + _SET_ASIDE)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(folder, target)
+    return target
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; a reader sees all of it or nothing."""
+    removing = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(removing, ignore_errors=True)
+    os.rename(folder, removing)
+    shutil.rmtree(removing, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete checkpoints that a killed run has left incomplete. For the holder of the run folder's lock."""
+    for path in root.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- writing ---
+
+
+def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
+    """The folder of a checkpoint before it is published. action: writing, or fetching from a mirror."""
+    return root / f".step_{step:06d}.{action}"
+
+
+def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
+    """Make a written checkpoint visible, complete and durable.
+
+    Raises:
+        FileExistsError: the step is published already; it is never replaced.
+        OSError: a file is missing, or the disk is full.
+    """
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "this step is published already", str(target))
+    for name, record in files.items():
+        if (staging / name).stat().st_size != record.size:
+            raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
+    manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
+    write_hashed_json(staging / MANIFEST, {**manifest, "sha256": _manifest_hash(manifest)})
+    publish_folder(staging, target)
+
+
+def _manifest_hash(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# --- reading ---
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint; returns its state.json.
+
+    Raises:
+        DamagedCheckpoint: names the file that has changed.
+        UserError: a later version of this program saved it.
+        OSError: a file cannot be read now, which says nothing about its content.
+    """
+    check_files(folder, _read_manifest(folder))
+    state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    return state
+
+
+def _read_manifest(folder: Path) -> dict[str, FileRecord]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DamagedCheckpoint(f"{path.name} is not {'a file' if path.exists() else 'there'}")
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest.pop("sha256") != _manifest_hash(manifest):
+            raise ValueError("its hash differs")
+        version = manifest["format"]
+        files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads {FORMAT_VERSION}. Resume "
+            "with the version that saved it, or start from zero with --resume off --overwrite_output_dir true."
+        )
+    if STATE not in files:
+        raise DamagedCheckpoint(f"{STATE} is not in it")
+    return files
+
+
+def records_of(paths: Sequence[Path]) -> list[FileRecord]:
+    """The sizes and hashes of files, each by a thread: hashing lets other threads run."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(record_of, paths))
+
+
+def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
+    """Raise DamagedCheckpoint if a file of a folder is missing or its size or content differs."""
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{name} is not {'a file' if path.exists() else 'there'}")
+        if (size := path.stat().st_size) != record.size:
+            raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
+    found = records_of([folder / name for name in expected])
+    for name, record in zip(expected, found, strict=True):
+        if record != expected[name]:
+            raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")

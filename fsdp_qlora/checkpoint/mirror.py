@@ -1,0 +1,351 @@
+"""Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
+
+A mirror is a folder, a URL that fsspec opens, a remote of rclone, or a private repository on the Hugging Face hub. It
+holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A checkpoint
+there is complete once its manifest is there, which is copied last (on the hub, in one commit with the rest).
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.checkpoint import MANIFEST, staging_folder
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import (
+    flush,
+    flush_files,
+    mirror_error,
+    publish_folder,
+    read_json,
+    staged_file,
+    write_json,
+)
+from fsdp_qlora.utils.redact import redact
+from fsdp_qlora.utils.run_files import CHECKPOINTS, METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
+
+log = logging.getLogger("fsdp_qlora")
+
+_RECORDS = (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE)
+# A remote that does not answer must not delay the end of a run.
+_RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
+
+
+class Mirror:
+    """Copies each published checkpoint in a background thread; without a store it does nothing.
+
+    A store that is full or unreachable is reported once, and tried again with the next checkpoint.
+    """
+
+    def __init__(self, output_dir: Path, store: "Store | None") -> None:
+        self.output_dir, self.store = output_dir, store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._is_failing = False
+
+    def copy_later(self) -> None:
+        """Copy new checkpoints in the background."""
+        if self.store is not None:
+            self._thread.submit(self._copy, self.store)
+
+    def close(self) -> None:
+        """Wait until all is copied."""
+        self._thread.shutdown()
+
+    def _copy(self, store: "Store") -> None:
+        try:
+            store.update(self.output_dir)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is tried "
+                    "again at the next checkpoint.", store.name, error,
+                )  # fmt: skip
+            self._is_failing = True
+
+
+class Store:
+    """A mirror in a folder of any file system that fsspec opens: of this machine, s3://, gcs://, az://, sftp://.
+
+    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if the store is
+    unreachable or full.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, redact(url)
+
+    # --- file operations, which other kinds of store override ---
+
+    def files(self, folder: str) -> list[str]:
+        """The paths of all files below a folder, relative to it; empty if there is no such folder."""
+        with _as_os_error():
+            self._system.invalidate_cache()
+            prefix = f"{folder}/"
+            try:
+                paths: list[str] = self._system.find(folder)
+            except FileNotFoundError:
+                return []
+        return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
+
+    def read(self, file: str) -> str:
+        """The text of a small file, empty if there is none."""
+        with _as_os_error():
+            try:
+                content: bytes = self._system.cat_file(file)
+            except (FileNotFoundError, NotADirectoryError):  # or a file stands where the mirror should be
+                return ""
+        return content.decode()
+
+    def put(self, source: Path, folder: str) -> None:
+        """Copy the files of `source` into a folder of the store, a manifest last."""
+        with _as_os_error():
+            self._system.makedirs(folder, exist_ok=True)
+            for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
+                target = f"{folder}/{path.name}".lstrip("/")
+                written = target if folder else f"{target}.partial"  # the run's own files are replaced atomically
+                self._system.put_file(str(path), written)
+                if isinstance(self._system.fs, LocalFileSystem):
+                    flush(Path(self._system.path, written))
+                if written != target:
+                    self._system.mv(written, target)
+
+    def get(self, folder: str, target: Path) -> None:
+        """Copy a folder to one of this machine, which may have a part of it already."""
+        target.mkdir(parents=True, exist_ok=True)
+        for name in self.files(folder):
+            if not (target / name).exists():
+                with staged_file(target / name) as partial, _as_os_error():
+                    self._system.get_file(f"{folder}/{name}", str(partial))
+
+    def delete(self, folder: str) -> None:
+        """Delete an existing folder with its content."""
+        with _as_os_error():
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(f"{folder}/{MANIFEST}")  # first: what a kill then leaves is no checkpoint
+            self._system.rm(folder, recursive=True)
+
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        """Put folders (path -> source) in order, then delete the outdated ones; in one commit if the store has them."""
+        for folder, source in folders.items():
+            try:
+                self.put(source, folder)
+            except OSError:
+                if source.exists():
+                    raise  # otherwise the run has deleted this old checkpoint meanwhile
+        for folder in outdated:
+            self.delete(folder)
+
+    @functools.cached_property
+    def _system(self) -> DirFileSystem:
+        """The file system of the store's folder. To open it may be to connect, so it waits for the first use."""
+        system, root = fsspec.core.url_to_fs(self.url)
+        return DirFileSystem(root.rstrip("/") or root, system)
+
+    # --- the same for every kind ---
+
+    def run(self) -> dict[str, Any]:
+        """The content of the store's run.json; empty if there is none."""
+        try:
+            identity: dict[str, Any] = json.loads(self.read(RUN) or "{}")
+        except (ValueError, RecursionError) as error:
+            raise OSError(f"{RUN} there cannot be read ({error})") from error
+        return identity
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, oldest first."""
+        return [step for step, is_complete in self._checkpoints().items() if is_complete]
+
+    def update(self, output_dir: Path) -> None:
+        """Update the checkpoints to those of a run's folder: copy new ones, delete deleted ones.
+
+        Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
+        """
+        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self._checkpoints()
+        outdated = [_path(step) for step in there if step not in wanted and step < max(wanted, default=-1)]
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            # run.json first: checkpoints without it would belong to no run.
+            folders = {"": Path(small)}
+            folders |= {_path(step): folder for step, folder in reversed(wanted.items()) if not there.get(step)}
+            self.put_all(folders, outdated, f"Checkpoints up to step {max(wanted, default='none')}")
+
+    def delete_later_than(self, last_step: int) -> None:
+        """Delete the checkpoints later than a step: of another run (-1: all), or of an abandoned branch of this one."""
+        if outdated := [_path(step) for step in self._checkpoints() if step > last_step]:
+            self.put_all({}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run")
+
+    def _checkpoints(self) -> dict[int, bool]:
+        """Step -> whether the checkpoint is complete, oldest first."""
+        found: dict[int, bool] = {}
+        for path in self.files(CHECKPOINTS):
+            folder, _, name = path.partition("/")
+            if (step := checkpoint.step_of(Path(folder))) is not None:
+                found[step] = found.get(step, False) or name == MANIFEST
+        return dict(sorted(found.items()))
+
+
+class RcloneStore(Store):
+    """A remote of rclone, such as s3:bucket/run."""
+
+    def __init__(self, remote: str) -> None:
+        if shutil.which("rclone") is None:
+            raise UserError(
+                f"--mirror rclone:{remote} needs the program rclone, which is not installed (rclone.org/install)."
+            )
+        self.remote, self.name = remote.rstrip("/"), f"rclone:{remote}"
+
+    def files(self, folder: str) -> list[str]:
+        return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
+
+    def read(self, file: str) -> str:
+        is_there = file in self._lines("lsf", self.remote)  # on some remotes `cat` of a missing file succeeds
+        return self._rclone("cat", self._at(file)) if is_there else ""
+
+    def put(self, source: Path, folder: str) -> None:
+        self._rclone("copy", "--exclude", MANIFEST, str(source), self._at(folder))
+        if (source / MANIFEST).exists():
+            self._rclone("copyto", str(source / MANIFEST), self._at(folder, MANIFEST))
+
+    def get(self, folder: str, target: Path) -> None:
+        self._rclone("copy", self._at(folder), str(target))
+
+    def delete(self, folder: str) -> None:
+        self._rclone("purge", self._at(folder))
+
+    def _at(self, *parts: str) -> str:
+        separator = "" if self.remote.endswith(":") else "/"
+        return self.remote + separator + "/".join(parts) if any(parts) else self.remote
+
+    def _lines(self, *words: str) -> list[str]:
+        try:
+            return self._rclone(*words).splitlines()
+        except FileNotFoundError:
+            return []
+
+    def _rclone(self, *words: str) -> str:
+        done = subprocess.run(["rclone", *words, *_RCLONE_OPTIONS], capture_output=True, text=True, errors="replace")
+        if done.returncode == 3:  # directory not found
+            raise FileNotFoundError(f"rclone {words[0]}: not there")
+        if done.returncode:
+            raise OSError(redact(f"rclone {words[0]}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}"))
+        return done.stdout
+
+
+class HubStore(Store):
+    """A private repository on the Hugging Face hub; each change is one commit, as the hub advises."""
+
+    def __init__(self, repo: str) -> None:
+        super().__init__(f"hf://{repo}")
+        self.repo = repo
+
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        added = [
+            CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path)
+            for folder, source in folders.items()
+            for path in source.iterdir()
+        ]
+        gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in outdated]
+        with _as_os_error():
+            HfApi().create_repo(self.repo, private=True, exist_ok=True)
+            HfApi().create_commit(self.repo, [*added, *gone], commit_message=message)
+
+
+def open_store(target: str) -> Store:
+    """The store that `--mirror` names: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME. Raises UserError."""
+    if error := mirror_error(target):
+        raise UserError(error)
+    kind, _, rest = target.partition(":")
+    if kind == "rclone":
+        return RcloneStore(rest)
+    if kind == "hf":
+        return HubStore(rest.removeprefix("//"))
+    if not rest.startswith("//"):
+        return Store(str(Path(target).expanduser().absolute()))
+    try:
+        fsspec.get_filesystem_class(kind)
+    except (ImportError, ValueError) as failure:
+        raise UserError(f"--mirror {kind}://... cannot be opened: {failure}.") from failure
+    return Store(target)
+
+
+def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
+    """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
+
+    A fetch that is killed is completed by the next: what the last one left is used again. The folder is a run's from
+    run.json on, and from then on status.json asks for the checkpoint, which is published last.
+
+    Returns:
+        False if there are checkpoints and none passes verification.
+    """
+    root = output_dir / CHECKPOINTS
+    steps = [step for step in reversed(store.steps()) if step > later_than]
+    newest = next((step for step in steps if _fetch_step(store, step, staging_folder(root, step, "fetching"))), -1)
+    if steps and newest < 0:
+        return False
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / STATUS, {**json.loads(store.read(STATUS) or "{}"), "saved_step": newest})
+    for name in (RUN, *_RECORDS):
+        if text := store.read(name):
+            with staged_file(output_dir / name) as partial:
+                partial.write_text(text)
+    if newest >= 0:
+        fetched = staging_folder(root, newest, "fetching")
+        flush_files(fetched)
+        publish_folder(fetched, checkpoint.step_folder(root, newest))
+    return True
+
+
+def _fetch_step(store: Store, step: int, target: Path) -> bool:
+    """Copy a checkpoint; returns whether it passes verification."""
+    store.get(_path(step), target)
+    try:
+        checkpoint.verify(target)
+    except checkpoint.DamagedCheckpoint as error:
+        log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
+        shutil.rmtree(target, ignore_errors=True)
+        return False
+    return True
+
+
+def _path(step: int) -> str:
+    """A checkpoint's path in the store."""
+    return checkpoint.step_folder(Path(CHECKPOINTS), step).as_posix()
+
+
+def _write_small_files(output_dir: Path, target: Path) -> None:
+    """Copy run.json, status.json and the run's records."""
+    if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
+        write_json(target / RUN, run)
+    for name in _RECORDS:
+        if (output_dir / name).is_file():
+            shutil.copyfile(output_dir / name, target / name)
+        else:
+            (target / name).touch()  # replaces what another run has there
+    # A new machine does not have the results, so the run must not appear finished there.
+    # Nor may it ask there for a checkpoint whose copy has been cut off.
+    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running", "saved_step": -1})
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Turn any error of a store's own library into an OSError of one line."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        lines = [*str(error).strip().splitlines(), ""]
+        raise OSError(redact(f"{type(error).__name__}: {lines[0]}")) from error

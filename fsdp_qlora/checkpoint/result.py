@@ -1,0 +1,110 @@
+"""A run's result: written atomically into its folder, and recorded in result.json with each file's size and SHA-256."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint, check_files, records_of
+from fsdp_qlora.checkpoint.saving import delete_oldest, is_full
+from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.files import FileRecord, flush, flush_files
+from fsdp_qlora.utils.run_files import CARD, CHECKPOINTS, RESULT
+
+log = logging.getLogger("fsdp_qlora")
+
+_SAID_FROM = 2**32  # bytes: hashing a whole model takes a minute or more
+
+
+def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
+
+    A reader sees each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
+
+    Raises:
+        TrainingError: it could not be written.
+    """
+    error = write_with_room(output_dir, lambda: _move_in(output_dir, write))
+    if error:
+        shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+        raise cannot_save(output_dir, error) from error
+
+
+def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
+    """Call `write`, again after each checkpoint deleted from a full disk; returns the error that remains, if any."""
+    while True:
+        try:
+            write()
+            return None
+        except (OSError, SafetensorError) as error:
+            freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
+            if freed is None:
+                return error
+            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+
+
+def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: make room there, and "
+        "the same command saves it without training again."
+    )
+
+
+def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
+    staging = output_dir / ".saving"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    write(staging)
+    flush_files(staging)
+    # Configurations after the weights: readers look for them. result.json, which verifies the others, last.
+    for path in sorted(staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)):
+        target = output_dir / path.name
+        if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
+            shutil.rmtree(target)
+        path.replace(target)
+    staging.rmdir()
+    flush(output_dir)
+
+
+def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
+    """Write result.json into a folder that is about to be published.
+
+    Args:
+        staged: files that will be added to the folder under their names.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    paths |= {path.name: path for path in staged}
+    records = dict(zip(paths, records_of(list(paths.values())), strict=True))
+    content = {"files": {name: record._asdict() for name, record in sorted(records.items())}}
+    (folder / RESULT).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
+    """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited.
+
+    only: compare these files, as far as a record of them is there; without it there has to be a result.
+
+    Raises:
+        OSError: a file cannot be read now.
+    """
+    try:
+        content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    except FileNotFoundError:
+        return None if only is not None else f"{RESULT} is not there"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{RESULT} cannot be read ({error})"
+    if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        return f"{RESULT} names no files of the folder"
+    files = {name: record for name, record in files.items() if (name != CARD if only is None else name in only)}
+    if (size := sum(record.size for record in files.values())) > _SAID_FROM:
+        log.info("The %.0f GiB of the result in %s are compared with %s.", size / 2**30, output_dir, RESULT)
+    try:
+        check_files(output_dir, files)
+    except DamagedCheckpoint as error:
+        return str(error)
+    return None

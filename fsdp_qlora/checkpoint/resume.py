@@ -1,0 +1,436 @@
+"""Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same run."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpoint.mirror import Store, fetch
+from fsdp_qlora.checkpoint.result import publish_files, result_error
+from fsdp_qlora.checkpoint.run_folder import (
+    OR_ANEW,
+    RUN_KEYS,
+    StartRequest,
+    check_usable,
+    errors_explained,
+    find_differences,
+    is_finished,
+    is_run,
+    locked,
+    read_run,
+    read_status,
+    refuse,
+    remove_run,
+)
+from fsdp_qlora.data.batches import schedule
+from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
+from fsdp_qlora.utils.files import read_json, write_json
+from fsdp_qlora.utils.redact import redact
+from fsdp_qlora.utils.run_files import CHECKPOINTS, RUN, STATUS
+
+log = logging.getLogger("fsdp_qlora")
+
+_MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
+_NOT_SEEN = (
+    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Of whole modules, and of 8-bit optimizer "
+    "states, every rank writes its part of a checkpoint: give an --output_dir on a file system that all machines "
+    "share, or train an adapter without --modules_to_save and with another --optimizer."
+)
+_FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that were not asked to end
+
+
+@dataclass(frozen=True)
+class Start:
+    """The place at which a run starts, the same on all ranks.
+
+    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: of the
+    checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: for control.stops.Budget.
+    failed_starts: in a row, without progress. too_few: blocks that recomputed when a start last ran out of memory.
+    """
+
+    run_id: str
+    step: int = 0
+    folder: str | None = None
+    is_new: bool = True
+    is_finished: bool = False
+    global_batch_size: int | None = None
+    used_seconds: float = 0.0
+    reserve_seconds: float = 0.0
+    failed_starts: int = 0
+    too_few: int | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved_step(self) -> int:
+        """The newest checkpoint in the run's own folder, -1 for none."""
+        return self.step if self.folder and not self.is_new else -1
+
+
+class Run(NamedTuple):
+    """The run that is about to start, and its folder. mirror: its copies, from which an empty folder is filled."""
+
+    output_dir: Path
+    identity: Mapping[str, Any]
+    request: StartRequest
+    mirror: Store | None = None
+
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        return find_differences(stored, self.identity["facts"], self.request)
+
+
+class RunFolder:
+    """The folder of one run. Rank 0 alone writes into it."""
+
+    def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
+        self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator["RunFolder"]:
+        """Refuse a folder that is in use or holds something else, before any work, and keep other runs out of it."""
+        if self._is_on_this_machine:
+            if (origin := self.request.origin) is not None and not origin.is_dir():
+                raise UserError(
+                    f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
+                )
+            with errors_explained(self.path):
+                check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
+        self._refuse_another_run({})
+        with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
+            yield self
+
+    @property
+    def _is_on_this_machine(self) -> bool:
+        """Whether this rank is on rank 0's machine, and so sees the same folder."""
+        return self.ranks.rank < self.ranks.local_world_size
+
+    def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
+        """Refuse the folder's run if it has other options or facts, naming each with both values."""
+        if self._is_on_this_machine and self.request.resume == "auto" and not self.request.overwrite:
+            with errors_explained(self.path):
+                if is_run(self.path) and (found := find_differences(read_run(self.path), facts, self.request)):
+                    refuse(self.path, found)
+
+    def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
+        """Refuse before the weights are downloaded what `choose_start` would refuse then, and the model's own folder.
+
+        Args:
+            facts: of the run, those that are known already.
+        """
+        if self.path.resolve() == model_folder.resolve():
+            raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
+        self._refuse_another_run(facts)
+
+    def choose_start(self, identity: Mapping[str, Any]) -> Start:
+        """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
+
+        Args:
+            identity: this run's options, facts (see FACTS), world_size and global_batch_size.
+        Raises: as `choose_start`, the same on all ranks.
+        """
+        answer: dict[str, Any] = {}
+        if self.ranks.is_rank_0:
+            try:
+                with errors_explained(self.path):
+                    start = choose_start(Run(self.path, identity, self.request, self.mirror))
+                    answer = {"start": dataclasses.asdict(start)}
+            except (UserError, RunStopped) as error:
+                answer = {"ending": how_it_ends(error).state, "message": str(error)}
+        answer = json.loads(all_gather_strings(json.dumps(answer), self.ranks.device)[0])
+        if "start" in answer:
+            return Start(**answer["start"])
+        if answer["ending"] == "bad_input":
+            raise UserError(answer["message"])
+        raise RunStopped(answer["ending"], answer["message"])
+
+    def prepare(
+        self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool, all_write: bool = False
+    ) -> None:
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
+
+        Called when the model is loaded and verified: a run that cannot load removes nothing.
+
+        Args:
+            identity: for run.json, which is written first and makes the folder this run's.
+            keep_run: remove nothing, since the run in the folder continues.
+            all_write: each rank will write its part of a checkpoint, so every machine must see the folder.
+        """
+        with raise_on_all_ranks(UserError, self.ranks.device):
+            if self.ranks.is_rank_0:
+                self._write(files, identity, keep_run=keep_run)
+        with raise_on_all_ranks(UserError, self.ranks.device):
+            if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
+                raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
+
+    def _write(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not keep_run:
+                remove_run(self.path)
+            write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+            publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
+        except (OSError, TrainingError) as error:
+            raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
+
+
+def _continues(output_dir: Path, request: StartRequest) -> bool:
+    """Whether the start resumes the folder's own run, judging by the options alone."""
+    if not is_run(output_dir):
+        return False
+    if request.resume == "auto" or _was_followed(output_dir, request):
+        return True
+    origin = request.origin
+    return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
+
+
+def choose_start(run: Run) -> Start:
+    """Decide where the run starts. For rank 0, which holds the folder's lock.
+
+    Raises:
+        UserError: the folder holds another run, or none of its checkpoints passes verification.
+        RunStopped: an unattended run has been restarted several times without progress.
+    """
+    request, mirror, copied = run.request, run.mirror, _copied_run(run)
+    was_followed = _was_followed(run.output_dir, request)
+    continues = was_followed or request.resume == "auto"
+    if mirror and copied and continues:
+        _take_from_mirror(run, mirror, copied)
+    if was_followed:
+        log.info(
+            "--resume %s was followed by a previous start: the run in %s continues.", request.resume, run.output_dir
+        )
+    if continues:
+        start = _resume_folder(run, overwrite=request.overwrite and not was_followed)
+    else:
+        start = _start_from(run, request.origin) if request.origin else Start(secrets.token_hex(4))
+    if mirror and copied and copied["run_id"] != start.run_id:
+        if not request.overwrite:
+            raise UserError(
+                f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
+                "--overwrite_output_dir true to replace them too."
+            )
+        mirror.delete_later_than(-1)
+    elif mirror and copied and not continues:
+        mirror.delete_later_than(start.step)  # an abandoned branch of the run
+    return start
+
+
+def _was_followed(output_dir: Path, request: StartRequest) -> bool:
+    """Whether a previous attempt has already started as `resume` says, so that this one continues as with auto.
+
+    The folder decides, not the number of restarts: a previous attempt may have died before it wrote run.json.
+    """
+    if request.resume == "auto" or not request.is_unattended:
+        return False  # without reading run.json, which may be another run's or damaged
+    stored = read_run(output_dir)
+    return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
+
+
+def _resume_folder(run: Run, *, overwrite: bool) -> Start:
+    """Resume the folder's run if it is unfinished. Another run is refused, or replaced as a finished one is."""
+    output_dir = run.output_dir
+    if not is_run(output_dir):
+        return Start(secrets.token_hex(4))
+    differences, was_finished = run.differences(read_run(output_dir)), is_finished(output_dir)
+    if differences and not overwrite:
+        refuse(output_dir, differences)
+    if differences or (was_finished and overwrite):
+        held = "another run" if differences else "this run, finished"
+        log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
+        return Start(secrets.token_hex(4))
+    return _keep_result(run) if was_finished else _continue(run)
+
+
+def _keep_result(run: Run) -> Start:
+    """Leave a finished run as it is, or write its result again if it was lost."""
+    stored = read_run(run.output_dir)
+    lost = result_error(run.output_dir) if stored["options"].get("save_model", True) else None
+    if not lost:
+        return Start(stored["run_id"], is_new=False, is_finished=True)
+    log.warning(
+        "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
+        "checkpoint.", run.output_dir, lost,
+    )  # fmt: skip
+    return _continue(run)
+
+
+def _continue(run: Run) -> Start:
+    """Resume the folder's run at its newest whole checkpoint; without any where it started from before."""
+    output_dir, root = run.output_dir, run.output_dir / CHECKPOINTS
+    stored, status = read_run(output_dir), read_status(output_dir)
+    checkpoint.remove_leftovers(root)
+    start = _newest_whole(run, root)
+    if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
+        done = "the run has finished" if status.get("state") == "finished" else f"step {status['saved_step']} was saved"
+        raise UserError(
+            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? Bring the checkpoints "
+            f"back, {OR_ANEW}"
+        )
+    if start is None and run.request.origin is not None:
+        start = dataclasses.replace(_start_from(run, run.request.origin), run_id=stored["run_id"])
+    elif start is None:
+        start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
+        log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
+    # Starts in a row, up to the previous one, that ended before the next checkpoint.
+    made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
+    failed_starts = int(status.get("deaths", 0)) + 1 if made_none else 0
+    if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
+        _give_up(output_dir, status, start, failed_starts)
+    # Blocks that recomputed when a start ran out of memory: the previous one, or one before it.
+    ran_out = status.get("state") == "out_of_memory"
+    too_few = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
+    return dataclasses.replace(start, failed_starts=failed_starts, too_few=too_few, **_used(status))
+
+
+def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:
+    message = (
+        f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: each start from step "
+        f"{start.step} has ended before the next checkpoint. The last known reason: "
+        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
+        "is fixed, perhaps with a smaller --save_minutes."
+    )
+    ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
+    write_json(output_dir / STATUS, {**status, **ending})
+    raise RunStopped("no_progress", message)
+
+
+def _used(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The budget used by earlier starts in this folder."""
+    used, reserve = (float(status.get(key, 0.0)) for key in ("seconds", "reserve_seconds"))
+    return {"used_seconds": used, "reserve_seconds": reserve}
+
+
+# --- the mirror ---
+
+
+def _copied_run(run: Run) -> dict[str, Any]:
+    """The identity of the run on the mirror; empty if there is none."""
+    if (mirror := run.mirror) is None:
+        return {}
+    try:
+        copied = mirror.run()
+    except OSError as error:
+        if not is_run(run.output_dir):
+            raise UserError(
+                f"--mirror {mirror.name} cannot be reached, so it is unknown whether this run has checkpoints there "
+                f"({error}). Try again, or leave it out."
+            ) from error
+        log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
+        return {}
+    if copied and not set(RUN_KEYS) <= copied.keys():
+        raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none.")
+    return copied
+
+
+def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
+    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
+    output_dir, is_here = run.output_dir, is_run(run.output_dir)
+    stored = read_run(output_dir) or copied
+    differences = run.differences(stored)
+    if differences and not is_here and not run.request.overwrite:
+        refuse(mirror.name, differences)
+    if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
+        return
+    newest, ahead = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1), max(mirror.steps(), default=-1)
+    if is_here and ahead <= newest:
+        return
+    log.info(
+        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.", mirror.name,
+        f"step {ahead}" if ahead >= 0 else "no checkpoint", output_dir, f"step {newest}" if newest >= 0 else "none",
+    )  # fmt: skip
+    if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
+        raise UserError(
+            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
+            "zero with another --mirror, or with none."
+        )
+
+
+# --- a checkpoint ---
+
+
+def _start_from(run: Run, path: Path) -> Start:
+    """Start at a given checkpoint, or at the newest one of a given run."""
+    root = run.output_dir / CHECKPOINTS
+    if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
+        try:
+            start: Start | None = _start_at(run, path, checkpoint.verify(path))
+        except DamagedCheckpoint as error:
+            raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
+    else:
+        start = _newest_whole(run, path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
+    if start is None:
+        raise UserError(
+            f"--resume {path}: there is no checkpoint in it. It goes on with a run of the same options and rows; to "
+            f"train an adapter further, give --adapter {path}."
+        )
+    if Path(str(start.folder)).resolve().parent != root.resolve():
+        return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
+    # A checkpoint of this same folder: later ones are an abandoned branch.
+    for step, folder in checkpoint.published(root).items():
+        if step > start.step:
+            log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.quarantine(folder))
+    return dataclasses.replace(start, **_used(read_status(run.output_dir)))
+
+
+def _newest_whole(run: Run, root: Path) -> Start | None:
+    """The newest checkpoint that passes verification, None if there are none; damaged ones are set aside."""
+    folders = checkpoint.published(root)
+    for folder in reversed(folders.values()):
+        try:
+            state = checkpoint.verify(folder)
+        except DamagedCheckpoint as error:
+            log.warning(
+                "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.quarantine(folder).name
+            )
+            continue
+        return _start_at(run, folder, state)
+    if unusable := checkpoint.quarantined(root):
+        raise UserError(
+            f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
+            f"abandoned. Restore a good copy of one, {OR_ANEW}"
+        )
+    return None
+
+
+def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
+    stored, progress, identity = state["about"], state["progress"], run.identity
+    if differences := run.differences(stored):
+        refuse(folder, differences)
+    global_batch_size = stored["global_batch_size"]
+    log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
+    then, now = stored.get("versions", {}), identity.get("versions", {})
+    others = [f"{name} {then[name]} then, {now[name]} now" for name in then.keys() & now if then[name] != now[name]]
+    if others:
+        log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(others)))
+    if identity["global_batch_size"] != global_batch_size:
+        options = identity["options"]
+        data_size = identity["world_size"] // options.get("context_parallel_size", 1)
+        log.info(
+            "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
+            "that is %d micro-batches per step instead of --gradient_accumulation_steps %d.",
+            global_batch_size, data_size, options["batch_size"],
+            schedule.num_micro_batches(global_batch_size, options["batch_size"], data_size),
+            options["gradient_accumulation_steps"],
+        )  # fmt: skip
+    return Start(
+        run_id=stored["run_id"],
+        step=progress["step"],
+        folder=str(folder),
+        is_new=False,
+        global_batch_size=global_batch_size,
+        progress=progress,
+        tensors=state["tensors"],
+    )

@@ -1,0 +1,275 @@
+"""The folder of one run: its files, the lock that keeps others out, and whether its run is the one asked for."""
+
+import contextlib
+import fcntl
+import fnmatch
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from fsdp_qlora.config.cli import current_options
+from fsdp_qlora.config.options import option_types
+from fsdp_qlora.data.batches import schedule
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.utils.files import is_partial, why_not_writable, write_json
+from fsdp_qlora.utils.redact import lost_output
+from fsdp_qlora.utils.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
+
+log = logging.getLogger("fsdp_qlora")
+
+_STATUS_SECONDS = 10.0  # between two writes of status.json
+OR_ANEW = "or start from zero with --resume off --overwrite_output_dir true."
+# An option, and the value with which a resumed run keeps what it has decided for it.
+KEPT = {("context_length", "auto")}
+# Keys that every run.json has.
+RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
+# What a start killed before it has written run.json may leave, besides checkpoints cut off. They are no results.
+_LEFTOVERS = {LOCK, ".saving", STATUS}
+
+
+def is_run(output_dir: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (output_dir / RUN).is_file()
+
+
+def read_run(output_dir: Path) -> dict[str, Any]:
+    """The content of run.json; empty if there is none. Raises UserError if it is not what a run writes."""
+    return _read(output_dir / RUN, RUN_KEYS, f"Restore the original, {OR_ANEW}")
+
+
+def read_status(output_dir: Path) -> dict[str, Any]:
+    """The content of status.json; empty if there is none. Raises UserError if it is not what a run writes."""
+    advice = "Restore the original, or delete it: the run then resumes and counts its hours from zero."
+    return _read(output_dir / STATUS, {"state"}, advice)
+
+
+def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        if absent := [key for key in required if key not in content]:
+            raise ValueError(f"{absent[0]} is not in it")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be used: {error}. {advice}") from error
+    return content
+
+
+def is_finished(output_dir: Path) -> bool:
+    """Whether a folder holds a run that has finished."""
+    return read_status(output_dir).get("state") == "finished"
+
+
+@contextlib.contextmanager
+def errors_explained(output_dir: Path) -> Iterator[None]:
+    """Explain in one sentence what is wrong with a run's files.
+
+    Raises:
+        RunStopped: they cannot be read or written now, as on a network disk that is away: try again.
+        UserError: they have been edited: they lack values, or have some of other types.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise RunStopped(
+            "unreadable",
+            f"The run in {output_dir} cannot be used now: {error}. No checkpoint was renamed. Try again.",
+        ) from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
+            + OR_ANEW
+        ) from error
+
+
+class Status:
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if a part of it was lost.
+
+    Does nothing on ranks other than 0.
+    Errors are ignored: a full or missing disk is no reason to stop a run.
+    """
+
+    def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
+        self._path = output_dir / STATUS if is_rank_0 else None
+        self.values = values
+        self._written_at = 0.0
+
+    def update(self, **values: Any) -> None:
+        self.values |= values | ({"output": f"lost: {lost.strerror}"} if (lost := lost_output()) else {})
+        self._written_at = time.monotonic()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                write_json(self._path, self.values)
+
+    def end(self, state: str, reason: str | None) -> None:
+        """Record how the run has ended. state: a key of errors.ENDINGS."""
+        self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
+
+    def keep(self, **values: Any) -> None:
+        """Set values that change in every step; they are written every few seconds, and with the next update."""
+        self.values |= values
+        if time.monotonic() - self._written_at > _STATUS_SECONDS:
+            self.update()
+
+
+def check_usable(path: Path, *, overwrite: bool) -> None:
+    """Raise UserError if the folder cannot be created, or is not empty and may not be overwritten."""
+    if reason := why_not_writable(path):
+        raise UserError(f"output_dir {path}: {reason}. Give another folder.")
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    results = {name for name in names - _LEFTOVERS if not is_partial(name, RUN) and not is_partial(name, STATUS)}
+    if not list((path / CHECKPOINTS).glob("step_*")):
+        results.discard(CHECKPOINTS)
+    if results and not overwrite:
+        raise UserError(
+            f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
+            "or --overwrite_output_dir true to replace them."
+        )
+
+
+def remove_run(output_dir: Path) -> None:
+    """Remove what a run leaves in its folder; of a link the link alone."""
+    for path in list(output_dir.iterdir()):
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, which is created if needed, or raise UserError. For rank 0 only.
+
+    The system releases the lock whenever its holder dies. Folders created for the lock alone are removed.
+    """
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    descriptor = _take(output_dir)
+    try:
+        yield
+    finally:
+        (output_dir / LOCK).unlink(missing_ok=True)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is not empty
+            for path in made:
+                path.rmdir()
+
+
+def _take(output_dir: Path) -> int:
+    path = output_dir / LOCK
+    while True:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            where = f" ({path.name})" if output_dir.is_dir() else ""
+            raise UserError(f"output_dir {output_dir} cannot be written{where}: {error.strerror}.") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise UserError(
+                f"output_dir {output_dir} is in use by another run ({holder}). Wait for it, stop it, or give another "
+                "folder."
+            ) from None
+        except OSError as error:  # some network disks do not support locks
+            log.warning("%s cannot be locked (%s): make sure that no other run writes there.", output_dir, error)
+            return descriptor
+        # The last holder may have removed the file after we opened it.
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                with contextlib.suppress(OSError):  # a full disk
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return descriptor
+        os.close(descriptor)
+
+
+# --- whether the run is the one that a start asks for ---
+
+# Properties of a run that are compared by content -> their names in messages.
+FACTS = {
+    "base": "the base model's weights (--model_name)",
+    "model": "the model's config.json",
+    "rows": "the rows (--dataset, --eval_dataset)",
+    "precision": "the precision",
+    "adapter": "the adapter to start from (--adapter)",
+}
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """The options of a start, and how it may use the run's folder.
+
+    options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
+    model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
+    run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
+    script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
+    """
+
+    options: Mapping[str, Any]
+    may_differ: Collection[str] = ()
+    world_size: int = 1
+    resume: str = "auto"
+    overwrite: bool = False
+    is_unattended: bool = False
+
+    @property
+    def origin(self) -> Path | None:
+        """The folder to start from, if one was given."""
+        return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
+
+
+def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
+    """A line for each way in which a stored run differs. facts: those of this start that are known."""
+    then, options = current_options(stored.get("options", {})), request.options
+    differences = [
+        f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
+        for name, value in options.items()
+        if name not in request.may_differ and name in then and then[name] != value and (name, value) not in KEPT
+    ]
+    shared = options.get("context_parallel_size", 1)
+    if (request.world_size, shared) == (stored.get("world_size"), then.get("context_parallel_size", 1)):
+        groups = request.world_size // shared
+        rows, before = _rows_per_step(options, groups), stored["global_batch_size"]
+        if rows not in (before, _rows_per_step(then, groups)):
+            differences.append(
+                f"--batch_size x --gradient_accumulation_steps x {groups} ranks was {before} rows per step and is "
+                f"{rows}"
+            )
+    for name, now in facts.items():
+        called, was = FACTS[name], stored.get("facts", {}).get(name)
+        if was != now:
+            shown = f": {was} then, {now} now" if name == "precision" else ""
+            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
+    return differences
+
+
+def _rows_per_step(options: Mapping[str, Any], data_size: int) -> int:
+    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], data_size)
+
+
+def _removed(name: str, value: object) -> str:
+    is_known = name != "optimizer" or value in get_args(option_types()["optimizer"])
+    return "" if is_known else ", and this version cannot resume it"
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
+    """Refuse to continue the run in a folder, a checkpoint or a mirror (its name), because of these differences."""
+    advice = "Give the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+    kind = "a finished" if isinstance(folder, Path) and is_finished(folder) else "an unfinished"
+    if isinstance(folder, Path):
+        run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
+        advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
+    raise UserError("\n  ".join([f"{folder} belongs to {kind} run with other settings:", *differences]) + f"\n{advice}")

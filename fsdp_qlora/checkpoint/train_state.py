@@ -1,0 +1,329 @@
+"""Saves trainable parameters and optimizer state to a checkpoint's files, and loads them.
+
+Small states (adapters) are gathered and written by rank 0, which also reads them for all ranks, so no other rank needs
+access to the folder. Large states are written by each rank of one copy of the model and read by all: file i of n holds
+the rows that `shard_bounds` gives to rank i of n, so any other number of ranks finds its rows.
+
+An entry of the optimizer's state is stored by its kind:
+    rows    a tensor of the local shard's shape, or of its rows: sharded like its parameter
+    once    a tensor without dims, such as a step count, or for the whole parameter: the same on all ranks
+    number  a plain number: the same on all ranks
+    local   any other tensor, such as the scales of 8-bit states: valid for this split only
+"""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.files import FileRecord
+from fsdp_qlora.utils.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, write_tensors
+
+# Parameter name -> state key -> description of the stored entry.
+_Layout = dict[str, dict[str, dict[str, Any]]]
+_PARAMETER = "parameter"  # the key of the parameter itself
+START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
+
+
+class Tensors(NamedTuple):
+    """The content of a safetensors file: the tensors' forms, and the tensors in that order."""
+
+    forms: Mapping[str, TensorForm]
+    values: Iterable[torch.Tensor]
+
+    def copied(self) -> "Tensors":
+        return self._replace(values=list(self.values))
+
+
+class TrainState:
+    """Trainable parameters and optimizer state of one sharded model.
+
+    Args:
+        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
+            entries of kind local.
+        beat: called for each tensor written, since a large state takes long.
+        start: values that every checkpoint has in START too, on rank 0: first_values.start_values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        *,
+        is_large: bool,
+        beat: Callable[[], None] = lambda: None,
+        start: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.parameters = {
+            canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
+        self.beat, self.start = beat, start or {}
+
+    # --- writing ---
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        values = itertools.chain.from_iterable(map(self._local_values, self.parameters.values()))
+        return sum(value.numel() * value.element_size() for value in values)
+
+    def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
+        """The files that this rank writes, by name, and the description that `load` needs. Called on every rank.
+
+        A value is copied to the host when it is taken, which may be a collective: take all, in this order.
+        """
+        layout = self._agreed_layout()
+        is_sharded = self.is_large or _has_local(layout)
+        description = {
+            "files": shard_size(self.mesh) if is_sharded else 1,
+            "is_sharded": is_sharded,
+            "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
+            "layout": layout,
+        }
+        index = shard_rank(self.mesh) if is_sharded else 0
+        values = {
+            f"{name}/{key}": self._own(name, key, layout[name][key], is_sharded=is_sharded)
+            for name, key in _tensors_of_file(layout, index)
+        }
+        on_host = itertools.starmap(self._on_host, values.values())
+        is_first_replica = "replicate" not in (self.mesh.mesh_dim_names or ()) or not self.mesh.get_local_rank(0)
+        if not (is_first_replica if is_sharded else self.ranks.is_rank_0):
+            for _ in on_host:  # gathering is a collective
+                pass
+            return {}, description
+        contents = {_file(index): Tensors({name: _form(*own) for name, own in values.items()}, on_host)}
+        if self.start:
+            forms = {name: _form(value) for name, value in self.start.items()}
+            contents[START] = Tensors(forms, self.start.values())
+        return contents, description
+
+    def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
+        """Write files of the result of `contents`. Raises OSError if that fails; all values have been taken then."""
+        return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
+
+    def check_finite(self) -> None:
+        """Raise TrainingError on every rank if parameters are not finite. Called on every rank."""
+        names = list(self.parameters)
+        bad = [
+            index
+            for index, parameter in enumerate(self.parameters.values())
+            if not all(value.isfinite().all() for value in self._local_values(parameter) if value.is_floating_point())
+        ]
+        first = gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
+        if first < len(names):
+            raise TrainingError(
+                f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. "
+                "Earlier checkpoints are good. A lower --lr or --precision bf16/fp32 may help."
+            )
+
+    def _local_values(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """This rank's part of a parameter, and of its optimizer state."""
+        for value in (local_part(parameter), *self.optimizer.state_of(parameter).values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+
+    def _agreed_layout(self) -> _Layout:
+        """The stored entries of each parameter. A rank without rows of it learns them from the others."""
+        own: _Layout = {}
+        for name, parameter in self.parameters.items():
+            local = local_part(parameter)
+            if local.numel():
+                state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
+                own[name] = {key: _describe(value, local) for key, value in state.items()}
+        everyone: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(own), self.ranks.device)]
+        layout: _Layout = {}
+        for name in self.parameters:
+            described = [ranks_layout[name] for ranks_layout in everyone if name in ranks_layout]
+            layout[name] = described[0]
+            for key in {key for entry in described for key in entry}:
+                if any(entry.get(key) != described[0].get(key) for entry in described):
+                    layout[name][key] = {"kind": "local"}
+        return layout
+
+    def _own(
+        self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
+    ) -> tuple[torch.Tensor, int | None]:
+        """This rank's value of an entry, without rows if it has none; and the rows of the whole if that is wanted."""
+        parameter = self.parameters[name]
+        value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
+        if value is None:
+            dims, dtype = entry.get("dims", ()), DTYPES[entry.get("dtype", "F32")]
+            value = local_part(parameter).new_empty((0, *dims), dtype=dtype)
+        is_part = not is_sharded and entry["kind"] == "rows" and isinstance(parameter, DTensor)
+        return value.detach(), parameter.shape[0] if is_part else None
+
+    def _on_host(self, value: torch.Tensor, num_rows: int | None) -> torch.Tensor:
+        self.beat()
+        return (value if num_rows is None else gather_rows(value, num_rows, self.mesh)).to("cpu", copy=True)
+
+    # --- reading ---
+
+    def check(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that `load` could not load here, from its description alone. Called on every rank.
+
+        Raises:
+            UserError: it has other parameters, or requires another number of ranks; the same on every rank.
+        """
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        _check_shapes(folder, description["shapes"], shapes)
+        if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
+            raise UserError(
+                f"{folder} holds optimizer state that can be resumed on {description['files']} ranks only, and this "
+                f"run has {shard_size(self.mesh)}. Start it with {description['files']}."
+            )
+
+    def load(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Fill parameters and optimizer from a verified checkpoint, after `check`. Called on every rank.
+
+        Raises:
+            DamagedCheckpoint: its files have changed since they were verified.
+        """
+        self.check(folder, description)
+        layout, num_files = description["layout"], description["files"]
+        is_reader = description["is_sharded"] or self.ranks.is_rank_0
+        fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
+        with torch.no_grad(), contextlib.ExitStack() as opened, _damage_reported(folder):
+            files = [opened.enter_context(_open_file(folder, index)) for index in range(num_files if is_reader else 0)]
+            for name, parameter in self.parameters.items():
+                values = {
+                    key: entry["value"] if entry["kind"] == "number" else fill(files, name, key, entry)
+                    for key, entry in layout[name].items()
+                }
+                self._put(parameter, values)
+
+    def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        device, is_rows = self.ranks.device, entry["kind"] == "rows"
+        if files:
+            whole = files[0].get_tensor(f"{name}/{key}").to(device)
+        else:
+            num_rows = self.parameters[name].shape[:1] if is_rows else ()
+            whole = torch.empty((*num_rows, *entry["dims"]), dtype=DTYPES[entry["dtype"]], device=device)
+        dist.broadcast(whole, src=0)
+        return whole[slice(*own_rows(self.parameters[name], self.mesh))] if is_rows else whole
+
+    def _fill_from_shards(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        stored = f"{name}/{key}"
+        if entry["kind"] != "rows":
+            value: torch.Tensor = files[shard_rank(self.mesh) if entry["kind"] == "local" else 0].get_tensor(stored)
+            return value
+        start, stop = own_rows(self.parameters[name], self.mesh)
+        num_rows, parts = self.parameters[name].shape[0], []
+        for index, file in enumerate(files):
+            first, end = shard_bounds(num_rows, rank=index, size=len(files))
+            if max(start, first) < min(stop, end):
+                parts.append(file.get_slice(stored)[max(start, first) - first : min(stop, end) - first])
+        return torch.cat(parts) if parts else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
+
+    def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
+        """Store the values of a parameter and of its optimizer state, which are on any device."""
+        local = local_part(parameter)
+        if local.numel():
+            local.copy_(values.pop(_PARAMETER))
+            self.optimizer.set_state(parameter, values)
+
+
+class StoredValues:
+    """The trained values of a checkpoint, for a model without weights: first_values.Values.
+
+    Args:
+        description: as `TrainState.contents` returned it.
+    Raises:
+        UserError: the checkpoint belongs to another model.
+        DamagedCheckpoint: from any method, if its files cannot be read.
+    """
+
+    keeps = True
+
+    def __init__(self, model: nn.Module, folder: Path, description: Mapping[str, Any]) -> None:
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        self._opened = contextlib.ExitStack()
+        self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
+        self.has_start = (folder / START).is_file()  # what was subtracted from the base
+        self._start = self._opened.enter_context(safe_open(folder / START, "pt")) if self.has_start else None
+        self.close = self._opened.close
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = self._names.get(id(tensor))
+        if name is None:
+            raise UserError("The model has tensors that do not train and are in no checkpoint: resume the run instead.")
+        return torch.cat([file.get_tensor(f"{name}/{_PARAMETER}") for file in self._files])
+
+    def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return self._start.get_tensor(self._names[id(parameter)]) if self._start else None
+
+
+def _open_file(folder: Path, index: int) -> Any:
+    """File `index` of a checkpoint's tensors, for safetensors' safe_open."""
+    return safe_open(folder / _file(index), framework="pt")
+
+
+@contextlib.contextmanager
+def _damage_reported(folder: Path) -> Iterator[None]:
+    """Raise DamagedCheckpoint where files of a checkpoint are gone or have changed since they were verified."""
+    try:
+        yield
+    except (FileNotFoundError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
+
+
+def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise UserError if a checkpoint's parameters are not the model's."""
+    other = sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name))
+    if other:
+        raise UserError(
+            f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
+            f"{', ...' if len(other) > 4 else ''} differ."
+        )
+
+
+def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
+    """The description of a stored value. dims: of a tensor, without the rows."""
+    if isinstance(value, torch.Tensor):
+        kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
+        entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
+        return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
+    if value is None or isinstance(value, (bool, int, float)):
+        return {"kind": "number", "value": value}
+    raise TypeError(f"optimizer state of type {type(value).__name__} cannot be saved")
+
+
+def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
+    """(parameter, key) of each tensor in file `index`: the same in every file, except entries stored once."""
+    for name, keys in layout.items():
+        for key, entry in sorted(keys.items()):
+            if entry["kind"] in ("rows", "local") or (entry["kind"] == "once" and index == 0):
+                yield name, key
+
+
+def _has_local(layout: _Layout) -> bool:
+    return any(entry["kind"] == "local" for keys in layout.values() for entry in keys.values())
+
+
+def _form(value: torch.Tensor, num_rows: int | None = None) -> TensorForm:
+    return TensorForm(value.dtype, tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]))
+
+
+def _file(index: int) -> str:
+    return f"state_{index:05d}.safetensors"

@@ -1,0 +1,161 @@
+"""The cache of tokenized rows: safetensors files, written atomically, read without being loaded."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.data.batches.data_report import DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
+from fsdp_qlora.data.text.images import UNREADABLE, are_as_kept
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.utils.files import cache_folder, staged_file
+from fsdp_qlora.utils.redact import redact_values
+from fsdp_qlora.utils.text import warn_from_any_rank
+
+log = logging.getLogger("fsdp_qlora")
+
+CACHE_VERSION = 11  # raise it when the arrays, the templates or the rules of masking change
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that determines how text becomes ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        state = tokenizer.get_vocab()
+    else:
+        state = json.loads(backend.to_str())
+        # Left over from the last call, whatever it was; ours set both.
+        state["truncation"] = state["padding"] = None
+    parts = [type(tokenizer).__name__, {k: str(v) for k, v in tokenizer.special_tokens_map.items()}, state]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def through_cache(
+    key: Sequence[object], make: Callable[[], tuple[TokenizedRows, DataReport]]
+) -> tuple[TokenizedRows, DataReport]:
+    """Rows and their report, mapped from the cache, or made by one process of a machine at a time and kept there.
+
+    Args:
+        key: all that the rows depend on, as JSON.
+    """
+    path = _path_of(key)
+    with _locked(path):
+        if (found := read_cache(path)) is not None and _is_current(path, *found):
+            log.debug("Tokenized rows are read from %s", path)
+            return found
+        made = make()
+        if any(reason.startswith(ENDED_WORKERS) for reason in made[1].rejected):
+            return made  # another start may not lose these rows
+        _write(path, *made)
+        return read_cache(path) or made  # mapped, so that all ranks share it
+
+
+def _is_current(path: Path, rows: TokenizedRows, report: DataReport) -> bool:
+    """Whether images are as they were; those that could not be read are tried again in another start."""
+    lacks_some = any(reason.startswith(UNREADABLE) for reason in report.rejected)
+    is_of_this_start = path.stat().st_mtime >= psutil.Process().create_time()
+    return (is_of_this_start or not lacks_some) and are_as_kept(map(bytes, rows.images))
+
+
+def _path_of(key: Sequence[object]) -> Path:
+    folder = cache_folder() / "tokenized"
+    digest = hashlib.sha256(json.dumps([CACHE_VERSION, *key]).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # said when the rows are written
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest[:40]}.safetensors"
+
+
+def add_reference(
+    rows: TokenizedRows, key: Sequence[object], compute: Callable[[], np.ndarray], ranks: Ranks
+) -> TokenizedRows:
+    """The rows with the reference's log-probabilities: from each machine's cache, or computed by all ranks.
+
+    `key` is, as JSON, all that these depend on besides the rows.
+    """
+    path = _path_of(["reference", rows.digest, *key])
+    found = read_cache(path)
+    if gather_numbers([found is not None], ranks.device).all():
+        log.info("The reference's log-probabilities are read from %s", path)
+    else:
+        found = dataclasses.replace(NO_ROWS, reference=compute()), DataReport("")
+        if ranks.local_rank == 0:
+            _write(path, *found)
+    assert found is not None
+    return dataclasses.replace(rows, reference=found[0].reference)
+
+
+def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
+    """The rows of several datasets, one after the other, mapped from one file by all ranks of a machine."""
+    if len(parts) == 1:
+        return parts[0]
+    key = ["joined", *(part.digest for part in parts)]
+    return through_cache(key, lambda: (join_rows(parts, renumber=True), DataReport("")))[0]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a cache file. The system frees it when its holder dies, however that happens.
+
+    Where no lock can be had, as in a folder that may only be read, each process works for itself.
+    """
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        log.debug("Another process tokenizes this dataset: waiting for it.")
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        log.debug("No lock on %s: %s", path, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
+    """Write a file atomically; a full or read-only folder disables the cache."""
+    metadata = {"report": json.dumps(redact_values(dataclasses.asdict(report))), "digest": rows.digest}
+    try:
+        with staged_file(path) as partial:
+            save_file(rows.arrays, partial, metadata)
+    except (OSError, SafetensorError) as error:
+        log.warning(
+            "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
+            "FSDP_QLORA_CACHE names another folder.", path.parent, error,
+        )  # fmt: skip
+
+
+def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
+    """Map the rows of a file, read-only; None if there is no file or it is damaged.
+
+    All processes of a machine share the mapped pages: a second rank costs no memory.
+    """
+    try:
+        # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none, measured.
+        with safe_open(path, framework="pt") as file:
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+        for array in arrays.values():
+            array.flags.writeable = False
+        rows, fields = TokenizedRows(**arrays), json.loads(metadata["report"])
+        if rows.digest != metadata["digest"]:
+            raise ValueError("its content has changed since it was written")
+        return rows, DataReport(**{**fields, "parts": [SourceFile(**part) for part in fields["parts"]]})
+    except FileNotFoundError:
+        return None
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them again.")
+        return None

@@ -1,0 +1,245 @@
+"""A micro-batch: rows of tokens become tensors, padded or concatenated (padding-free), for one pass of one rank."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.distributed.context import ContextGroup
+from fsdp_qlora.distributed.device import to_device
+
+IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one rank: B sequences of T tokens, padded, or B = 1 and each row a document of its own.
+
+    N tokens have a target in D documents; a row is one document, or two: answers to one prompt.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [B, T]."""
+    target_rows: torch.Tensor
+    """Which of the model's B * T outputs predict a target, int64 [N]."""
+    targets: torch.Tensor
+    """The tokens to predict, int64 [N]; -100 counts nothing."""
+    num_targets: list[int]
+    """Targets of each document on this rank, in order; none on a rank without rows."""
+    target_counts: torch.Tensor
+    """Targets of each document on all ranks that share the micro-batch, float32 [D]."""
+    desired: torch.Tensor
+    """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
+    reference: torch.Tensor
+    """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
+    answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), old_logps and
+    sampled_logps where rows have them, all float32; places, int64, among the table's tokens. Empty for other rows."""
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
+    tokens_of_ranks: Sequence[torch.Tensor] | None = None
+    """Token ids of each rank that shares the vocabulary, int64 on the CPU; None where ranks share none."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Arguments of the model for images, from its processor; empty without any."""
+    calls_towers: bool = False
+    """Whether a micro-batch of the round has images: then all ranks gather the parts for them."""
+    context: ContextGroup = field(default_factory=ContextGroup)
+    """The ranks that share the micro-batch, of whose tokens this is a part."""
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        return {"input_ids": self.input_ids, **self.documents, **self.images}
+
+    def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
+        """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
+        names = ["input_ids", "target_rows", "targets"]
+        names += ["target_counts", "desired", "reference"] if per_document else []
+        moved = to_device({**self.documents, **self.answers, **{name: getattr(self, name) for name in names}}, device)
+        images, answers = to_device(self.images, device), {name: moved.pop(name) for name in self.answers}
+        own = {name: moved.pop(name) for name in names}
+        return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
+
+    def part(self, context: ContextGroup, rank: int) -> "MicroBatch":
+        """The tokens of one rank of those that share this micro-batch, and their targets; documents stay whole."""
+        if context.size == 1:
+            return self
+        own = context.own(self.input_ids.shape[1], rank)
+        is_own = (self.target_rows >= own.start) & (self.target_rows < own.stop)
+        rows, targets = self.target_rows[is_own] - own.start, self.targets[is_own]
+        answers = {name: values[is_own] for name, values in self.answers.items()}
+        if not len(rows):
+            rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
+            answers = {name: values.new_zeros(1) for name, values in answers.items()}
+        return dataclasses.replace(
+            self,
+            input_ids=self.input_ids[:, own],
+            target_rows=rows,
+            targets=targets,
+            num_targets=[int(each.sum()) for each in is_own[: sum(self.num_targets)].split(self.num_targets)],
+            answers=answers,
+            documents=documents_of_part(self.documents, context, rank),
+            context=context,
+        )
+
+    def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
+        """Add the tokens of the micro-batches on the ranks that share the vocabulary with this one.
+
+        All of them then have equally many targets, so that they take the same part in the head's collectives.
+        """
+        missing = max(len(each.targets) for each in batches) - len(self.targets)
+        return dataclasses.replace(
+            self,
+            target_rows=F.pad(self.target_rows, (0, missing)),
+            targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
+            answers={name: F.pad(values, (0, missing)) for name, values in self.answers.items()},
+            tokens_of_ranks=[each.input_ids.flatten() for each in batches],
+        )
+
+
+def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
+    """Pad documents on the right to the longest of them.
+
+    There is no attention mask: in a causal model no token sees the padding after it, and padding is never a target.
+
+    Args:
+        rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this round.
+    """
+    documents = table.learned_documents(rows)
+    starts, ends = table.document_offsets[documents], table.document_offsets[documents + 1]
+    shape = (len(documents), int((ends - starts).max())) if len(documents) else (1, TOKENS_OF_AN_EMPTY_RANK)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        ids = table.input_ids[start:end]
+        input_ids[i, : end - start] = ids
+        labels[i, : end - start] = np.where(table.learned[start:end], ids, IGNORE_INDEX)
+    labels[:, 0] = IGNORE_INDEX  # nothing comes before it to predict it from
+    return _batch(table, rows, documents, torch.from_numpy(input_ids), torch.from_numpy(labels), {})
+
+
+def concatenate_rows(
+    table: TokenizedRows, rows: Numbers, *, pad_token_id: int, shares_prompts: bool = False, num_parts: int = 1
+) -> MicroBatch:
+    """Concatenate documents into one sequence (padding-free).
+
+    Args:
+        rows, pad_token_id: as for `pad_rows`.
+        shares_prompts: compute once what both documents of a row begin with.
+        num_parts: equal parts that the sequence can be divided into, with a document of padding behind the others.
+    """
+    if not len(rows):
+        empty = pad_rows(table, rows, pad_token_id=pad_token_id)
+        described = describe_documents([TOKENS_OF_AN_EMPTY_RANK], num_parts=num_parts)
+        input_ids = empty.input_ids.new_full(described["position_ids"].shape, pad_token_id)
+        return dataclasses.replace(empty, input_ids=input_ids, documents=described)
+    documents = table.learned_documents(rows)
+    starts = table.document_offsets[documents]
+    lengths = table.document_offsets[documents + 1] - starts
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+    input_ids = table.input_ids[places].astype(np.int64)
+    labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
+    labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
+    shared = table.num_shared[rows] if shares_prompts else None
+    described = describe_documents(lengths.tolist(), shared, num_parts=num_parts)
+    filling = sum(described["document_lengths"]) - len(input_ids)
+    filled = F.pad(torch.from_numpy(input_ids), (0, filling), value=pad_token_id)
+    own = filled[None, described.get("own_tokens", slice(None))]
+    return _batch(table, rows, documents, own, torch.from_numpy(labels)[None], described)
+
+
+def _batch(
+    table: TokenizedRows,
+    rows: Numbers,
+    documents: np.ndarray,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    described: dict[str, Any],
+) -> MicroBatch:
+    target_rows, targets = learned_rows(labels)
+    if (places := described.get("places")) is not None:
+        target_rows = places[target_rows]
+    num_targets = table.document_targets[documents]
+    desired = table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
+    reference = table.reference[documents] if len(table.reference) else table.reference
+    return MicroBatch(
+        input_ids, target_rows, targets, num_targets.tolist(), _floats(num_targets), _floats(desired),
+        _floats(reference), _answers(table, rows, num_targets) if len(table.advantages) else {}, described,
+    )  # fmt: skip
+
+
+def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> dict[str, torch.Tensor]:
+    """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in `learned_rows`."""
+    bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
+    found = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
+    places = np.concatenate(found) if num_targets.sum() else np.zeros(1, np.int64)
+    advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
+    of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
+    of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
+    values = {name: np.resize(each, len(places)) for name, each in of_rows.items()}
+    values |= {name: each[places] for name, each in of_tokens.items() if len(each)}
+    return {**{name: _floats(each) for name, each in values.items()}, "places": torch.from_numpy(places)}
+
+
+def _floats(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
+
+    At least one, without a target if need be, so that a micro-batch without targets runs forward and backward like the
+    others.
+    """
+    following = torch.full_like(labels, IGNORE_INDEX)
+    following[:, :-1] = labels[:, 1:]
+    following = following.flatten()
+    rows = (following != IGNORE_INDEX).nonzero().flatten()
+    rows = rows if len(rows) else rows.new_zeros(1)
+    return rows, following[rows]
+
+
+def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *, num_parts: int = 1) -> dict[str, Any]:
+    """The arguments by which a model of transformers knows documents in one row of T tokens.
+
+    Args:
+        num_shared: of each pair of documents, with how many of the first's tokens the second begins. The model computes
+            those once, all but their attention (model/architecture/attention.py).
+        num_parts: of equal size, for which a document is added if the tokens cannot be divided.
+    Returns:
+        `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
+        `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
+        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device.
+        With shared tokens `position_ids` are of the tokens that are computed; `own_tokens`, int64, has their places
+        among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
+    """
+    of_pairs = () if num_shared is None else num_shared
+    if missing := -(sum(lengths) - int(np.sum(of_pairs))) % num_parts:
+        lengths = [*lengths, missing]
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
+    bounds, longest = torch.from_numpy(ends), max(lengths)
+    known: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    known |= {"max_length_q": longest, "max_length_k": longest}
+    if num_shared is not None:
+        skipped = np.zeros(len(lengths), dtype=np.int64)
+        skipped[1 : 2 * len(num_shared) : 2] = num_shared
+        is_own = position_ids >= np.repeat(skipped, lengths)
+        in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
+        places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
+        known = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
+        known["document_ends"], position_ids = bounds, position_ids[is_own]
+    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **known}
+
+
+def documents_of_part(documents: Mapping[str, Any], context: ContextGroup, rank: int) -> dict[str, Any]:
+    """The arguments of `describe_documents` for a rank of a context group, whose attention exchanges heads."""
+    positions: torch.Tensor = documents["position_ids"]
+    own = context.own(positions.shape[1], rank)
+    return {**documents, "position_ids": positions[:, own], "context_group": context}

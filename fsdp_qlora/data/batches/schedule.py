@@ -1,0 +1,338 @@
+"""The schedule: which rows an optimizer step takes, and which micro-batches of them a rank takes.
+
+Functions of options, seed and epoch alone, the same on every rank and in every run. A `RowSource` gives a step's rows:
+rows in memory, a stream (streaming.py), or what else produces them step by step.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.utils.errors import UserError
+
+Round = list[np.ndarray]
+"""The rows of the micro-batches that all ranks compute at the same time, one for each rank."""
+
+BEGINNING: Mapping[str, int] = {}
+EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
+_STEPS_LOOKED_AT = 100
+MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
+
+
+def global_batch_size(batch_size: int, gradient_accumulation_steps: int, data_size: int) -> int:
+    """Rows of one optimizer step on all ranks, as the options ask for."""
+    return batch_size * gradient_accumulation_steps * data_size
+
+
+def num_micro_batches(num_rows: int, batch_size: int, data_size: int) -> int:
+    """Micro-batches of each rank for a step of `num_rows` rows, without packing."""
+    return -(-num_rows // (data_size * batch_size))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The rows that an epoch takes of each dataset."""
+
+    ends: tuple[int, ...]
+    """The index after the last row of each dataset."""
+    rows_per_epoch: tuple[int, ...]
+    """Rows of each dataset, in the shares of the weights to within one row."""
+
+
+def split_rows(rows: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
+    """Sorted row indices by dataset."""
+    return np.split(rows, np.searchsorted(rows, ends[:-1]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How rows become optimizer steps."""
+
+    num_rows: int
+    """Rows to train on."""
+    batch_size: int
+    """Rows of a rank in one micro-batch."""
+    gradient_accumulation_steps: int
+    data_size: int
+    """Ranks that get other rows than each other."""
+    num_epochs: int
+    max_steps: int
+    seed: int
+    rows_per_step: int | None = None
+    """Replaces the product of the three factors, for a run that was started with another one."""
+    mixture: Mixture | None = None
+    """The datasets' parts in an epoch; without it an epoch takes every row once."""
+    padding: bool = False
+    """Pad the rows of a micro-batch to the longest of them; otherwise they are concatenated (padding-free)."""
+    packing: bool = False
+    """Take as many rows into a micro-batch as fit batch_size x context_length tokens. Not with padding."""
+    context_length: int = 0
+    """The most tokens of a row; used by packing."""
+    num_generations: int = 1
+    """Rows that are made of each one to train on: answers to a prompt, all in one step."""
+    num_iterations: int = 1
+    """Steps in a row with the same rows."""
+
+    @property
+    def global_batch_size(self) -> int:
+        asked = global_batch_size(self.batch_size, self.gradient_accumulation_steps, self.data_size)
+        return self.rows_per_step or asked
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch. The last one takes the rows that are left."""
+        return -(-self.num_rows // self.global_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        steps = self.steps_per_epoch * self.num_epochs
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def describe(self, warmup_steps: int) -> str:
+        """One line: rows, batch and steps."""
+        micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.data_size)
+        return (
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} rank"
+            f"{'s' * (self.data_size > 1)} x {self.batch_size} rows x {micro_batches} "
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, {warmup_steps} of warm-up"
+        )
+
+    def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """Give (step, its rows) for every step, beginning with step `first`."""
+        for step in range(first, self.total_steps):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            if index == 0 or step == first:
+                order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
+            size, index = self.global_batch_size // self.num_generations, index // self.num_iterations
+            yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
+
+    def rounds(self, rows: np.ndarray, lengths: np.ndarray) -> list[Round]:
+        """Split rows into micro-batches, in the order in which the ranks compute them together.
+
+        Args:
+            lengths: tokens of every row of the dataset.
+        """
+        sizes = {"data_size": self.data_size, "batch_size": self.batch_size}
+        if self.padding:
+            return split_by_length(rows, lengths, **sizes)
+        most_tokens = self.batch_size * self.context_length if self.packing else None
+        return split_by_tokens(rows, lengths, **sizes, most_tokens=most_tokens)
+
+    def tokens_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> int:
+        """Tokens that are computed for a micro-batch, padding included."""
+        if not len(micro_batch):
+            return TOKENS_OF_AN_EMPTY_RANK
+        found = lengths[micro_batch]
+        return int(len(found) * found.max() if self.padding else found.sum())
+
+    def longest_micro_batch(
+        self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
+    ) -> tuple[np.ndarray, int]:
+        """The rows of the run's micro-batch with the most tokens, and the most rounds of a step.
+
+        Args:
+            computed: of the tokens of every row those that one pass of the model computes.
+        """
+        longest, most_rounds = train_rows[:0], 0
+        for _, rows in self.rows_of_steps(train_rows):
+            if not len(rows):
+                break  # of a stream only the first rows are known
+            rounds = self.rounds(rows, lengths)
+            most_rounds = max(most_rounds, len(rounds))
+            longest = max([longest, *itertools.chain(*rounds)], key=lambda piece: self.tokens_computed(piece, computed))
+        return longest, most_rounds
+
+    def useful_shares(
+        self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
+    ) -> tuple[float, float]:
+        """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
+
+        In each round all ranks take as long as the one with the most tokens.
+
+        Args:
+            rounds: a step's micro-batches. computed: tokens of every row that are computed, if they are not all.
+        """
+        counted = lengths if computed is None else computed
+        tokens = [[self.tokens_computed(piece, counted) for piece in each] for each in rounds]
+        useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
+        return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(each) for each in tokens)
+
+    def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
+        """The rounds of each of the first steps; of a stream only its first rows are known."""
+        steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
+        return [self.rounds(of_step, lengths) for _, of_step in steps if len(of_step)]
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The rows of one optimizer step on all ranks.
+
+    position: where the source continues after them, as JSON for a checkpoint; empty where the step says it. metrics: of
+    the rows, for the step's record.
+    """
+
+    step: int
+    table: TokenizedRows
+    rows: np.ndarray
+    """Indices of rows of `table`, int64."""
+    position: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.table.num_targets[self.rows].sum())
+
+
+class RowSource(Protocol):
+    """Gives the same rows on every rank, and in every run with the same options."""
+
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        """Give the rows of every step from `first` on; `position` is that of the step before."""
+
+
+class RowsInMemory(NamedTuple):
+    """Some rows of a table, in the order that the schedule gives an epoch."""
+
+    table: TokenizedRows
+    rows: np.ndarray
+
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        for step, rows in schedule.rows_of_steps(self.rows, first=first):
+            yield StepRows(step, self.table, rows)
+
+
+def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
+    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes.
+
+    Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at most once.
+    """
+    if mixture is not None:
+        chosen = []
+        for i, (group, count) in enumerate(zip(split_rows(rows, mixture.ends), mixture.rows_per_epoch, strict=True)):
+            order = _permutation(len(group), [seed, i, MIXTURE_STREAM])
+            chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
+        rows = np.concatenate(chosen)
+    return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
+
+
+def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each dataset in an epoch: as many as there can be in these shares before one would repeat a row."""
+    total = max(1, int(min(size / share for size, share in zip(sizes, shares, strict=True)) + 1e-9))
+    counts = [int(total * share) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
+    for i in itertools.islice(by_rest, total - sum(counts)):
+        counts[i] += 1
+    counts = [min(count, size) for count, size in zip(counts, sizes, strict=True)]
+    if 0 in counts:
+        raise UserError(
+            f"dataset: with the shares {', '.join(f'{share:.1%}' for share in shares)} of {total:,} rows an epoch "
+            f"has no row of dataset number {counts.index(0) + 1}. Raise its weight or use more rows."
+        )
+    return tuple(counts)
+
+
+def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int) -> list[Round]:
+    """The micro-batches of one optimizer step, for batches with padding.
+
+    Rows are sorted by length, longest first, and split into equal micro-batches. What ranks compute at the same time
+    is then about equally long, and memory peaks at the start of the step.
+
+    Args:
+        rows: indices of the step's rows, int64.
+        lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
+        batch_size: the most rows of a micro-batch.
+    Returns:
+        Rounds whose micro-batches are at most one row apart. Some are empty if the last step has fewer rows than
+        micro-batches.
+    """
+    by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+    num_pieces = data_size * num_micro_batches(len(rows), batch_size, data_size)
+    return _in_rounds(np.array_split(by_length, num_pieces), data_size) if num_pieces else []
+
+
+def _in_rounds(pieces: list[np.ndarray], data_size: int) -> list[Round]:
+    return [pieces[i : i + data_size] for i in range(0, len(pieces), data_size)]
+
+
+def split_by_tokens(
+    rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int, most_tokens: int | None = None
+) -> list[Round]:
+    """The micro-batches of one optimizer step, for batches without padding: about equal numbers of tokens.
+
+    Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham 1969). Micro-batches
+    of about equal numbers of tokens are then computed in the same round, the largest first, so that ranks hardly wait
+    for each other.
+
+    Args:
+        rows, lengths: as for `split_by_length`.
+        batch_size: the most rows of a micro-batch.
+        most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens each.
+    Returns:
+        Rounds of micro-batches with their longest row first. Some are empty if there are fewer rows than micro-batches.
+    """
+    by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+    sizes = lengths[by_length].tolist()
+    num_rounds = num_micro_batches(len(rows), batch_size, data_size)
+    pieces = _deal(sizes, data_size * num_rounds, batch_size)
+    if most_tokens is not None:
+        fewest = -(-sum(sizes) // (data_size * most_tokens))
+        while fewest < num_rounds:  # bisection: the least number of rounds in which everything fits
+            middle = (fewest + num_rounds) // 2
+            packed = _deal(sizes, data_size * middle, len(sizes))
+            if sum(sizes[i] for i in packed[0]) <= most_tokens:
+                pieces, num_rounds = packed, middle
+            else:
+                fewest = middle + 1
+    return _in_rounds([by_length[piece] for piece in pieces], data_size)
+
+
+def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:
+    """Deal what has these sizes, in descending order, into pieces of about equal sums: the largest piece first.
+
+    Args:
+        most: entries of a piece; all pieces together have room for all of them.
+    """
+    pieces: list[list[int]] = [[] for _ in range(num_pieces)]
+    totals = [0] * num_pieces
+    smallest = [(0, i) for i in range(num_pieces)]  # a heap, of the pieces that have room
+    for entry, size in enumerate(sizes):
+        _, i = smallest[0]
+        pieces[i].append(entry)
+        totals[i] += size
+        if len(pieces[i]) < most:
+            heapq.heapreplace(smallest, (totals[i], i))
+        else:
+            heapq.heappop(smallest)
+    return [pieces[i] for i in sorted(range(num_pieces), key=lambda i: -totals[i])]
+
+
+def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hold out a fraction of the rows for evaluation, and at least one row if it is above 0.
+
+    Returns:
+        (training rows, evaluation rows), both sorted int64 indices.
+    """
+    num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
+    if num_eval >= num_rows:
+        raise UserError(
+            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. Lower it or use more rows."
+        )
+    order = _permutation(num_rows, [seed, 0, EVAL_STREAM])
+    return np.sort(order[num_eval:]), np.sort(order[:num_eval])
+
+
+def _permutation(size: int, entropy: list[int]) -> np.ndarray:
+    """Sort raw random bits. NumPy promises the same bits in every version, but not the same shuffle."""
+    bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
+    return np.argsort(bits, kind="stable")

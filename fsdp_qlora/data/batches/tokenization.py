@@ -1,0 +1,331 @@
+"""Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are learned."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.options import MOST_OF_AUTO
+from fsdp_qlora.data.batches.data_report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
+from fsdp_qlora.data.sources.source import DUMMY
+from fsdp_qlora.data.text.formats import Format
+from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
+from fsdp_qlora.data.text.rendering import Renderer
+from fsdp_qlora.utils.errors import UserError
+
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+# Notes on rows that are used.
+MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
+DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
+NO_END = "what is learned does not end with a token at which a model stops"
+
+Ids = list[int]
+Encoded = tuple[Ids, np.ndarray, tuple[str, ...]]  # token ids, bool [tokens], notes
+
+
+class EncodedRow(NamedTuple):
+    """One row as tokens, cut at context_length."""
+
+    number: int
+    """The number of the row in the dataset."""
+    ids: np.ndarray
+    """int32 [tokens]."""
+    learned: np.ndarray
+    """bool [tokens]."""
+    num_cut: int = 0
+    """Tokens that were cut off."""
+    notes: tuple[str, ...] = ()
+    """Oddities of the row, which is used."""
+    split: int | None = None
+    """The index of the second answer's first token."""
+    desired: bool | None = None
+    """The label of a row that has one."""
+    images: tuple[bytes, ...] = ()
+    image_values: int = 0
+    """As in `Rendered`."""
+
+
+def tokenize_batch(
+    rows: Sequence[tuple[int, Row]],
+    row_format: Format,
+    renderer: Renderer,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    report: DataReport,
+) -> tuple[TokenizedRows, list[int]]:
+    """Render and tokenize (number, row) pairs, so that the boundaries of what is learned are exact.
+
+    A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
+    segment is. Rows are cut at `context_length`, from the end; documents become several rows. A row that cannot be
+    rendered, or that has nothing learned before the cut, is left out and listed in the report.
+
+    Returns:
+        The tokenized rows, and the tokens of each before it was cut; of a pair those of the longer answer.
+    """
+    rendered = _render(rows, row_format, renderer, report)
+    report.is_chat |= any(row.kind == "chat" for _, row in rendered)
+    report.is_filled |= any(row.kind == "template" for _, row in rendered)
+    encoded = list(encode(rendered, tokenizer, context_length))
+    lengths = [len(row.ids) + row.num_cut for row in encoded]
+    if row_format.row_kind == PAIRS:
+        encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
+        lengths = [*map(max, lengths[::2], lengths[1::2])]
+    chosen = _choose(encoded, report)
+    if row_format.row_kind == LABELS:
+        chosen = with_mismatched_answers(chosen, context_length)
+    return _flatten(chosen), lengths
+
+
+def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+    """The answers as one row of two documents, without targets if one has none or the context cuts both alike."""
+    two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
+    both_have_targets = chosen.learned[1:].any() and rejected.learned[1:].any()
+    two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
+    return chosen._replace(num_cut=chosen.num_cut + rejected.num_cut, notes=chosen.notes + rejected.notes, **two)
+
+
+def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
+    """The rows that can be learned from, in their order; the others are in the report."""
+    chosen: list[EncodedRow] = []
+    for number, group in itertools.groupby(encoded, key=lambda row: row.number):
+        of_row = list(group)
+        learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
+        chosen += learning
+        report.num_apart += max(0, len(learning) - 1)
+        for note in dict.fromkeys(note for row in of_row for note in row.notes):
+            report.note(number, note)
+        if not learning:
+            report.reject(number, NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET)
+        elif len(learning) < len(of_row):
+            report.note(number, NO_ROOM_FOR_TURN)
+    report.num_truncated += sum(row.num_cut > 0 for row in chosen)
+    report.num_tokens_cut += sum(row.num_cut for row in chosen)
+    return chosen
+
+
+def dummy_rows(
+    num_rows: int, vocab_size: int, kind: RowKind, *, context_length: int, seed: int
+) -> tuple[TokenizedRows, DataReport]:
+    """Rows of random tokens that fill the context, or of two documents that do, all learned. For measuring speed."""
+    length = context_length * kind.num_documents
+    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
+    learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
+    tokenized = _flatten([EncodedRow(number, row, learned, split=split) for number, row in enumerate(ids, start=1)])
+    report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
+    report.count(tokenized)
+    return tokenized, report
+
+
+def _render(
+    rows: Sequence[tuple[int, Row]], row_format: Format, renderer: Renderer, report: DataReport
+) -> list[tuple[int, Rendered]]:
+    """(number, text or tokens) of the rows that can be used. The others are in the report."""
+    rendered: list[tuple[int, Rendered]] = []
+    found = renderer.render_all([row for _, row in rows], row_format.read)
+    for (number, _), made in zip(rows, found, strict=True):
+        if isinstance(made, BadRow):
+            report.reject(number, str(made))
+        else:
+            rendered += [(number, row) for row in made]
+    return rendered
+
+
+def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
+    names = b"".join(name for row in rows for name in row.images)
+    return TokenizedRows(
+        input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
+        learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
+        offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
+        row_numbers=np.array([row.number for row in rows], dtype=np.int64),
+        splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
+        desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
+        images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
+        image_sizes=np.array([(len(row.images), row.image_values) for row in rows if names], np.int64).reshape(-1, 2),
+    )
+
+
+def context_for(needed: int, longest: int | None) -> int:
+    """--context_length auto for rows of `needed` tokens. longest: that the model supports, if known."""
+    return min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
+
+
+def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
+    """Raise UserError if the model has no embedding for a token."""
+    ids = tokenized.input_ids
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    position = int(((ids < 0) | (ids >= vocab_size)).argmax())
+    row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
+    raise UserError(
+        f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
+        f"has {vocab_size} embeddings. The tokenizer is not this model's."
+    )
+
+
+def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what is learned after."""
+    document = tokenized.documents([row])[0]
+    start, end = tokenized.document_offsets[document : document + 2]
+    first = start + int(tokenized.learned[start:end].argmax())
+    asked, learned = (
+        " ".join(str(tokenizer.decode(tokenized.input_ids[span])).split())
+        for span in (slice(start, first), slice(first, end))
+    )
+    return f"Sample, row {tokenized.row_numbers[row]}: ...{asked[-40:]} -> {learned}"
+
+
+def describe_sample(
+    tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
+) -> str:
+    """The text of one row for people: each masked or learned span under a heading, or what is learned in green."""
+    texts, sides = [], ["chosen", "rejected"]
+    if len(tokenized.desired):
+        sides = ["desired" if tokenized.desired[row] else "not desired"]
+    for document, side in zip(tokenized.documents([row]), sides, strict=False):
+        bounds = slice(*tokenized.document_offsets[document : document + 2])
+        ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]
+        name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
+        text = f"Sample: row {name}, {len(ids)} tokens" + f", {learned.sum()} learned (green)\n" * in_colour
+        edges = np.flatnonzero(np.diff(learned)) + 1
+        for part, is_learned in zip(np.split(ids, edges), learned[[0, *edges]], strict=True):
+            decoded = str(tokenizer.decode(part))
+            if in_colour:
+                text += f"{_GREEN}{decoded}{_PLAIN}" if is_learned else decoded
+            else:
+                text += f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} tokens) ---\n{decoded}"
+        texts.append(text)
+    return "\n".join(texts)
+
+
+# --- the ids of a row's text, with the exact boundaries of what is learned ---
+
+
+def encode(
+    rendered: Sequence[tuple[int, Rendered]], tokenizer: PreTrainedTokenizerBase, context_length: int
+) -> Iterator[EncodedRow]:
+    """Tokenize (number, row) pairs, in their order."""
+    encoders = {
+        kind: encoder([row for _, row in rendered if row.kind == kind], tokenizer)
+        for kind, encoder in _ENCODERS.items()
+    }
+    for number, row in rendered:
+        ids, learned, notes = next(encoders[row.kind])
+        # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
+        starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
+        num_cut = 0 if row.kind == "document" else len(ids[context_length:])
+        if num_cut and np.isin(ids[context_length:], row.image_ids).any():
+            learned[:] = False  # a part of an image says nothing
+        for start in starts:
+            kept = slice(start, start + context_length)
+            noted = () if start else row.notes + notes
+            arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
+            yield EncodedRow(number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
+
+
+def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    return ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows)
+
+
+def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    """Segments one by one: the first with the tokens that begin a text, the last with an end-of-sequence token."""
+    eos = tokenizer.eos_token_id
+    first = iter(_token_ids([row.segments[0].text for row in rows], tokenizer, add_special_tokens=True))
+    texts = [segment.text for row in rows for segment in row.segments[1:]]
+    later = iter(_token_ids(texts, tokenizer, add_special_tokens=False))
+    for row in rows:
+        spans = [_without_end(next(first), tokenizer), *itertools.islice(later, len(row.segments) - 1)]
+        spans = [[*span, eos] if segment.ends else span for span, segment in zip(spans, row.segments, strict=True)]
+        spans[-1] = [*spans[-1], eos]
+        yield *_join(spans, row.segments), ()
+
+
+def _encode_joint(
+    rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase, *, templated: bool
+) -> Iterator[Encoded]:
+    """The whole text at once, as it is tokenized when the model is used, unless a token would span a boundary."""
+    if not tokenizer.is_fast:  # one in Python gives no offsets of its tokens in the text
+        pieces = ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
+        yield from pieces if templated else _encode_apart(rows, tokenizer)
+        return
+    texts = ["".join(segment.text for segment in row.segments) for row in rows]
+    options = {"return_offsets_mapping": True, "verbose": False}
+    found = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
+    stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
+    for row, ids, offsets in zip(rows, found.get("input_ids", ()), found.get("offset_mapping", ()), strict=True):
+        segments, notes = row.segments, []
+        learned = _learned_tokens(segments, offsets)
+        if learned is None:
+            notes.append(MERGED)
+            ids, learned = _pieces(segments, tokenizer, templated)
+        if not templated:
+            ids, learned = _with_end(ids, learned, segments[-1].learned, tokenizer)
+        elif ids[:2] == [tokenizer.bos_token_id] * 2:
+            notes.append(DOUBLE_BOS)
+        if learned.any() and ids[int(np.flatnonzero(learned)[-1])] not in stops and segments[-1].learned | templated:
+            notes.append(NO_END)
+        yield ids, learned, tuple(notes)
+
+
+_ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Iterator[Encoded]]] = {
+    **dict.fromkeys(("segments", "template"), _encode_apart),
+    **dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False)),
+    "chat": partial(_encode_joint, templated=True),
+    "tokens": _encode_tokens,
+}
+
+
+def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]) -> np.ndarray | None:
+    """Whether each token is learned; None if one belongs to a learned and to a masked segment."""
+    bounds = np.cumsum([len(segment.text) for segment in segments])
+    of_segment = np.array([segment.learned for segment in segments])
+    places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(places[:, 1])
+    # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous token ended.
+    starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+    edges = np.stack([starts, np.maximum(ends - 1, starts)])
+    first, last = of_segment[np.searchsorted(bounds, edges, side="right").clip(max=len(bounds) - 1)]
+    return first if (first == last).all() else None
+
+
+def _pieces(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, templated: bool) -> tuple[Ids, np.ndarray]:
+    """Stretches of like segments apart, so that no token spans a boundary."""
+    groups = itertools.groupby(segments, key=lambda segment: segment.learned)
+    joined = [Segment("".join(segment.text for segment in group), learned) for learned, group in groups]
+    spans = _token_ids([segment.text for segment in joined], tokenizer, add_special_tokens=False)
+    if not templated:
+        [begin] = _token_ids([joined[0].text], tokenizer, add_special_tokens=True)
+        spans[0] = _without_end(begin, tokenizer) if len(spans) > 1 else begin
+    return _join(spans, joined)
+
+
+def _with_end(
+    ids: Ids, learned: np.ndarray, end_is_learned: bool, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Ids, np.ndarray]:
+    """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence token."""
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        ids, learned = ids[1:], learned[1:]
+    ids = _without_end(ids, tokenizer)
+    return [*ids, tokenizer.eos_token_id], np.append(learned[: len(ids)], end_is_learned)
+
+
+def _without_end(ids: Ids, tokenizer: PreTrainedTokenizerBase) -> Ids:
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end every text with it
+
+
+def _join(spans: Sequence[Ids], segments: Sequence[Segment]) -> tuple[Ids, np.ndarray]:
+    learned = np.repeat([segment.learned for segment in segments], [len(span) for span in spans])
+    return list(itertools.chain.from_iterable(spans)), learned
+
+
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[Ids]:
+    """The ids of each text; all texts in one call, which a fast tokenizer spreads over threads."""
+    if not texts:
+        return []
+    ids: list[Ids] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return ids

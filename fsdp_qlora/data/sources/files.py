@@ -1,0 +1,413 @@
+"""Readers of local files. They are strict: a malformed file is refused with the place of the fault."""
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from fsdp_qlora.data.content import BadRow, Row
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.text import first_line
+
+NumberedRows = Iterator[tuple[int, Row | BadRow]]
+ChooseColumns = Callable[[Sequence[str]], Collection[str]]
+"""The columns that are used, of those of a file."""
+
+MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
+_MOST_PACKED = 100  # times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
+BATCH_ROWS = 16  # of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
+UNREAD = "not read"  # the value of a table's column that is not used
+LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
+
+
+def _open_zst(path: Path) -> Any:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+
+
+# The last suffix of a packed file -> how it is opened.
+PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": _open_zst}
+
+
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file, unpacked. Raises UserError where that is damaged."""
+    try:
+        with PACKED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path) as file:
+            yield file
+    except (EOFError, OSError, zlib.error) as error:
+        if getattr(error, "errno", None) is not None:  # of the disk, not of the content
+            raise
+        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
+
+
+def _most_bytes() -> int:
+    """How long a row may be: a packed file of a few KiB may unpack to more than the memory."""
+    try:
+        return int(float(os.environ.get(MAX_ROW, "128")) * 2**20)
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{MAX_ROW} is {os.environ[MAX_ROW]!r}. Give a number of MiB.") from error
+
+
+def _max_unpacked_bytes(num_bytes: int) -> int:
+    """The bytes that `num_bytes` packed ones may unpack to."""
+    return max(_most_bytes(), _MOST_PACKED * num_bytes)
+
+
+def _too_long(place: str) -> UserError:
+    return UserError(
+        f"{place}: longer than {_most_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the environment "
+        f"variable {MAX_ROW}, in MiB."
+    )
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
+    most = _most_bytes()
+    for number in count(1):
+        if not (line := file.readline(most + 1)):
+            return
+        if len(line) > most:
+            raise _too_long(f"{path}:{number}")
+        yield line
+
+
+def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedRows:
+    """One row per line. Blank lines are skipped. Numbers are line numbers."""
+    has_rows = after > 0
+    with open_file(path) as file:
+        for number, line in enumerate(islice(_lines(path, file), after, None), start=after + 1):
+            try:
+                if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
+                    yield number, parse(text)
+                    has_rows = True
+            except BadRow as reason:
+                if has_rows and not line.endswith(b"\n"):
+                    raise UserError(
+                        f"{path}:{number}: {reason}. The file ends within this line, so it is incomplete. "
+                        "Copy or download it again."
+                    ) from reason
+                yield number, reason
+
+
+def count_lines(path: Path) -> int:
+    """The number of lines that are not blank."""
+    with open_file(path) as file:
+        return sum(not line.isspace() for line in _lines(path, file))
+
+
+def read_json(path: Path) -> NumberedRows:
+    """The objects in an array; or one after another; or, where it is the only object, in one of its `LISTS`."""
+    try:
+        with open_file(path) as file:
+            most = _max_unpacked_bytes(path.stat().st_size)
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise _too_long(str(path))
+        values = list(_values(_decode(content)))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).") from error
+    except BadRow as reason:
+        raise UserError(f"{path}: {reason}.") from reason
+    if len(values) == 1:
+        values = values[0] if isinstance(values[0], list) else _held(values[0]) or values
+    for number, value in enumerate(values, start=1):
+        try:
+            yield number, _require_object(value)
+        except BadRow as reason:
+            yield number, reason
+
+
+def _held(value: object) -> list[Any] | None:
+    """The rows that an object holds as the only one of `LISTS` that is an array of objects."""
+    held = [value[name] for name in LISTS if isinstance(value.get(name), list)] if isinstance(value, dict) else []
+    return held[0] if len(held) == 1 and held[0] and isinstance(held[0][0], dict) else None
+
+
+def read_csv(path: Path) -> NumberedRows:
+    """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of its first line."""
+    csv.field_size_limit(min(_most_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
+    with open_file(path) as file:
+        lines = _csv_lines(path, file)
+        first = next(lines, "")
+        delimiter = next((mark for mark in ",;\t" if mark in first), ",")  # Excel writes all of them
+        reader = csv.reader(chain([first], lines), strict=True, delimiter=delimiter)
+        try:
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise UserError(f"{path}:1: a column name occurs twice: {', '.join(header)}.")
+            number = reader.line_num + 1
+            for values in reader:
+                if values and len(values) != len(header):
+                    yield number, BadRow(f"{len(values)} values, but the header has {len(header)}")
+                elif values:
+                    yield number, dict(zip(header, values, strict=True))
+                number = reader.line_num + 1
+        except csv.Error as error:
+            if str(error).startswith("field larger than"):
+                raise _too_long(f"{path}:{reader.line_num}") from error
+            raise UserError(f"{path}:{reader.line_num}: {error}.") from error
+
+
+def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
+    # Some files end lines with a carriage return.
+    parts = (part for line in _lines(path, file) for part in line.splitlines(keepends=True))
+    for number, part in enumerate(parts, start=1):
+        try:
+            yield _decode(part)
+        except BadRow as reason:
+            advice = "Save the file as CSV UTF-8, or convert it: iconv -f cp1252 -t utf-8."
+            raise UserError(f"{path}:{number}: {reason}. {advice}") from reason
+
+
+def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
+    """The rows of a parquet file. Columns that are not used are not read."""
+    import pyarrow.parquet
+
+    last = after
+    with open_file(path) as raw:
+        try:
+            file = pyarrow.parquet.ParquetFile(raw)
+            schema = file.schema_arrow
+            if len(set(schema.names)) < len(schema.names):
+                raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
+            chosen = used(schema.names)
+            columns = [name for name in schema.names if name in chosen]
+            groups, skip = _groups_after(file, after)
+            _check_groups(path, file.metadata, groups, columns)
+            for whole in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=groups):
+                batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
+                for number, row in number_rows(batch, str(path), last + 1, schema.names):
+                    last = number
+                    yield number, row
+        except UserError:
+            raise
+        except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+            place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
+            behind = f"after row {last}, " if last and place == str(path) else ""
+            raise UserError(
+                f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
+                "again."
+            ) from error
+
+
+def _check_groups(path: Path, metadata: Any, groups: Iterable[int], columns: Iterable[str]) -> None:
+    """Refuse a group of rows that unpacks to more than text does, before a page of it is unpacked."""
+    for group in map(metadata.row_group, groups):
+        parts = [group.column(index) for index in range(group.num_columns)]
+        used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
+        unpacked = sum(max(part.total_uncompressed_size, part.num_values) for part in used)
+        if unpacked > _max_unpacked_bytes(sum(part.total_compressed_size for part in used)):
+            raise _too_long(f"{path}, a group of {group.num_rows} rows when unpacked")
+
+
+def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
+    """The rows of a table from number `first` on. Refuses one that is too long before any is made Python objects."""
+    if table.nbytes > (most := _most_bytes()):
+        for index in range(table.num_rows):
+            if table.slice(index, 1).nbytes > most:
+                raise _too_long(f"{place} row {first + index}")
+    for number, row in enumerate(_rows_of(table), start=first):
+        yield number, complete(row, columns)
+
+
+def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
+    """The groups of rows that are left after the first `after` rows, and how many rows of them to skip."""
+    for group in range(file.num_row_groups):
+        if after < (num_rows := file.metadata.row_group(group).num_rows):
+            return list(range(group, file.num_row_groups)), after
+        after -= num_rows
+    return [], 0
+
+
+def count_parquet(path: Path) -> int:
+    """The number of rows that the file says it has."""
+    import pyarrow.parquet
+
+    with open_file(path) as raw:
+        try:
+            return int(pyarrow.parquet.ParquetFile(raw).metadata.num_rows)
+        except Exception as error:  # of all kinds, see read_parquet
+            raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
+
+
+def _rows_of(batch: Any) -> Iterator[Row]:
+    """The rows of a batch. Raises BadRow at the first that cannot be read, with the column."""
+    with contextlib.suppress(Exception):  # before the first row is given: to_pylist makes them all
+        yield from batch.to_pylist()
+        return
+    for index in range(batch.num_rows):
+        row = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                row[name] = column[index].as_py()
+            except Exception as error:
+                raise BadRow(f"column {name!r}: {error}") from error
+        yield row
+
+
+def complete(row: Row, columns: Iterable[str]) -> Row:
+    """A table's row with all columns. Its objects have no nulls: tables fill with them what an object lacks."""
+    return dict.fromkeys(columns, UNREAD) | {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+class FileKind(NamedTuple):
+    """How to read a kind of file."""
+
+    unit: str
+    """The unit of a row's number: "line" or "row"."""
+    read: Callable[[Path, ChooseColumns, int], NumberedRows]
+    """Takes the path, the columns that are used, and a number of rows that may be skipped."""
+    count_rows: Callable[[Path], int] | None = None
+    """Counts its rows without reading them, where that is possible."""
+
+
+_JSON = FileKind("row", lambda path, used, after: read_json(path))
+_JSON_LINES = FileKind("line", lambda path, used, after: read_lines(path, after, _parse_line), count_lines)
+_TEXT = FileKind("line", lambda path, used, after: read_lines(path, after, lambda text: {"text": text}), count_lines)
+
+FILE_KINDS: dict[str, FileKind] = {
+    ".json": _JSON,
+    ".jsonl": _JSON_LINES,
+    ".csv": FileKind("line", lambda path, used, after: read_csv(path)),
+    ".tsv": FileKind("line", lambda path, used, after: read_csv(path)),
+    ".txt": _TEXT,
+    ".parquet": FileKind("row", read_parquet, count_parquet),
+}
+
+
+def kind_of(path: Path) -> FileKind | None:
+    """How to read a file, by its name, which may end as packed files do."""
+    name = Path(path.name.lower())
+    return FILE_KINDS.get(Path(name.stem).suffix if name.suffix in PACKED else name.suffix)
+
+
+def look_into(path: Path) -> FileKind | None:
+    """How to read a file: of JSON and text its first two lines tell it, and where they do not, its name."""
+    kind = kind_of(path)
+    if kind not in (_JSON, _JSON_LINES, _TEXT):
+        return kind
+    try:
+        with open_file(path) as file:
+            lines = (line for line in iter(partial(file.readline, _most_bytes()), b"") if not line.isspace())
+            is_lines = _is_lines(*(_decode(line).strip() for line in islice(lines, 2)))
+    except (ValueError, OSError):  # said where the rows are read
+        return kind
+    return kind if is_lines is None else _JSON_LINES if is_lines else _TEXT if kind is _TEXT else _JSON
+
+
+def _is_lines(first: str = "", *others: str) -> bool | None:
+    """Whether JSON that begins with these lines is one object a line; None where they do not tell."""
+    if _ARRAY.match(first):
+        return False
+    try:
+        value, *more = _values(first)
+    except json.JSONDecodeError as error:
+        return False if first[0] == "{" and error.pos >= len(first) else None  # an object goes on in the next line
+    if not isinstance(value, dict) or not value:
+        return None
+    return not more and first.endswith("}") and (bool(others) or _held(value) is None)
+
+
+def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
+    """The rows whose numbers are above `after`. Raises UserError with the place if the file cannot be read."""
+    return ((number, row) for number, row in kind.read(path, used, after) if number > after)
+
+
+def count_rows(path: Path, kind: FileKind) -> int:
+    """The number of a file's rows, those that cannot be used included. Raises UserError."""
+    return kind.count_rows(path) if kind.count_rows is not None else sum(1 for _ in read_file(path, kind))
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of the content."""
+    try:
+        str(path).encode()
+        return record_of(path).sha256
+    except UnicodeEncodeError as error:
+        raise UserError(f"dataset: the name of {str(path)!a} is not UTF-8 text. Rename the file.") from error
+    except OSError as error:
+        raise UserError(f"dataset: {path} cannot be read ({error.strerror}).") from error
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 text (byte {error.start}: {error.reason})") from error
+
+
+def _parse_line(text: str) -> Row:
+    try:
+        return _require_object(_parse(text))
+    except json.JSONDecodeError as error:
+        raise BadRow(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
+
+
+def _values(text: str) -> Iterator[Any]:
+    """The JSON values of a text, one after another, with or without commas between. Raises as `_parse`."""
+    end = 0
+    while mark := _MARK.search(text, end):
+        value, end = _parse(text, mark.start())
+        yield value
+
+
+def _parse(text: str, at: int | None = None) -> Any:
+    """JSON to a value; from a place of the text on to a value and where it ends.
+
+    Raises:
+        json.JSONDecodeError: with the place.
+        BadRow: it is JSON that cannot be used.
+    """
+    try:
+        return _DECODER.decode(text) if at is None else _DECODER.raw_decode(text, at)
+    except (json.JSONDecodeError, BadRow):
+        raise
+    except RecursionError as error:
+        raise BadRow("nested too deeply") from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise BadRow(f"a number that cannot be read ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> Row:
+    """The object, if no name occurs twice. Python would keep the last value, which may not be the one meant."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRow(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+    return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_MARK = re.compile(r"[^\s,]")
+_ARRAY = re.compile(r"\[\s*(\{|$)")
+
+
+def _require_object(value: object) -> Row:
+    if not isinstance(value, dict):
+        raise BadRow(f"expected an object with columns, found {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    kinds = {list: "an array", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -1,0 +1,497 @@
+"""Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can say of them."""
+
+import dataclasses
+import difflib
+import hashlib
+import importlib.resources
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import HfApi
+
+from fsdp_qlora.data.content import BadRow, Row
+from fsdp_qlora.data.sources.files import (
+    BATCH_ROWS,
+    FILE_KINDS,
+    ChooseColumns,
+    NumberedRows,
+    complete,
+    count_rows,
+    hash_file,
+    kind_of,
+    look_into,
+    number_rows,
+    read_file,
+)
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import fingerprint_files
+from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
+from fsdp_qlora.utils.text import first_line
+
+log = logging.getLogger("fsdp_qlora")
+
+DEMO = "alpaca_demo"
+DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
+ROWS_LOOKED_AT = 100  # to tell their format
+ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
+DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
+_WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]$")
+_SLICE = re.compile(r"(\d*):(\d*)$")
+_SPLIT = re.compile(r"[\w.-]+$")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Which rows of which dataset."""
+
+    name: str
+    """A name or path, without what follows it."""
+    config: str | None = None
+    """A configuration of a dataset on the hub."""
+    split: str | None = None
+    start: int = 0
+    stop: int | None = None
+    weight: float | None = None
+    """Its share of a mixture, relative to the weights of the others."""
+
+
+def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` after it.
+
+    Args:
+        weighted: whether a weight may follow.
+    Raises:
+        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
+    """
+    name, weight = text, None
+    if Path(name).expanduser().exists():  # a path may look like anything
+        return DatasetName(name)
+    if weighted and (match := _WEIGHT.search(name)):
+        name, weight = name[: match.start()], float(match[1])
+        if not 0 < weight < math.inf:
+            raise UserError(f"dataset: the weight of {name} is {match[1]}. Give a number above 0.")
+        if Path(name).expanduser().exists():
+            return DatasetName(name, weight=weight)
+    split, start, stop = None, 0, None
+    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
+    while match := _BRACKETS.search(name):
+        inside, name = match[1], name[: match.start()]
+        if found := _SLICE.match(inside):
+            start, stop = int(found[1] or 0), int(found[2]) if found[2] else None
+        elif split is None and _SPLIT.match(inside):
+            split = inside
+        else:
+            raise UserError(
+                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of rows such as "
+                "[:1000] or [1000:2000]."
+            )
+    config = None
+    if ":" in name and "://" not in name and not Path(name).expanduser().exists():
+        name, _, config = name.partition(":")
+    return DatasetName(name, config or None, split, start, stop, weight)
+
+
+def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
+    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some have a weight."""
+    weights = [name.weight for name in names if name.weight is not None]
+    if len(weights) not in (0, len(names)):
+        without = ", ".join(name.name for name in names if name.weight is None)
+        raise UserError(f"dataset: give each dataset a weight, or none of them. Without one: {without}.")
+    return [weight / sum(weights) for weight in weights] if len(weights) > 1 else None
+
+
+def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two are alike."""
+    named: dict[str, str] = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
+        dataset = match[2] if match else word
+        name = match[1] if match else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
+        if name in named:
+            raise UserError(
+                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them names: "
+                f"{name}={named[name]} {name}_2={dataset}."
+            )
+        named[name] = dataset
+    return named
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of a dataset, or a table, to be read row by row."""
+
+    name: str
+    unit: str
+    """The unit of a row's number, see SourceFile."""
+    read: Callable[[ChooseColumns, int], NumberedRows]
+    """The rows after a number."""
+
+
+class Entry(NamedTuple):
+    """A row of a dataset: its part, the number of rows before that part, its number in the part, its content."""
+
+    part: int
+    offset: int
+    number: int
+    row: Row | BadRow
+
+
+def read_entries(
+    parts: Sequence[Part], used: ChooseColumns, *, part: int = 0, offset: int = 0, after: int = 0
+) -> Iterator[Entry]:
+    """Give the entries of the parts from number `part` on, of that one those after number `after`."""
+    for index in range(part, len(parts)):
+        for number, row in parts[index].read(used, after):
+            yield Entry(index, offset, number, row)
+            after = number
+        offset, after = offset + after, 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was found. Its rows are parsed when they are read."""
+
+    origin: str
+    """Its path or name, for people."""
+    fingerprint: Callable[[], str]
+    """A hash of the content as it is now."""
+    parts: list[Part]
+    num_rows: Callable[[], int | None]
+    """The rows of an epoch; None if their number is unknown."""
+    start: int = 0
+    """The rows from this one on are used, up to `stop`."""
+    stop: int | None = None
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the content as it was when this was first asked."""
+        return self.fingerprint()
+
+    def slice(self, start: int, stop: int | None) -> "Source":
+        """These of its rows, counted from its first."""
+        stop = self.stop if stop is None else self.start + stop
+        return dataclasses.replace(self, start=self.start + start, stop=stop)
+
+    def folder_of(self, part: int) -> str:
+        """The folder of a part's file, for relative paths in its rows."""
+        path, name = self.origin, self.parts[part].name
+        return os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
+
+    def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
+        """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that are not `used`.
+
+        Raises:
+            UserError: a file cannot be read at all; the message names the place.
+        """
+        limited = islice(read_entries(self.parts, used), self.start, self.stop)
+        return limited if limit is None else islice(limited, limit)
+
+    def count(self) -> int:
+        """The rows of an epoch. Raises UserError if their number is unknown."""
+        if (found := self.num_rows()) is None:
+            raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
+        return found
+
+
+def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source:
+    """Find a dataset by name or path.
+
+    Args:
+        dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of datasets.save_to_disk, or
+            owner/name on the hub; with a configuration, split and slice, see `parse_name`.
+        streamed: whether it may be too large for memory or disk: then files are known by samples of their content, and
+            a dataset of the hub is read over the network.
+    Raises:
+        UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
+    """
+    wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
+    name = wanted.name
+    if streamed and (wanted.start or wanted.stop is not None):
+        raise UserError(f"dataset: --streaming true reads all of {name}. Leave out the slice of its rows.")
+    if streamed and name == DUMMY:
+        raise UserError(f"dataset: --streaming true takes files, folders and owner/name on the hub, not {name!r}.")
+    if "://" in name:
+        raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
+    if name == DEMO or (name not in DATASETS and _looks_local(name)):
+        if wanted.config is not None:
+            raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
+        found = local_source(_existing(name), wanted.split, streamed=streamed)
+    elif name in DATASETS:
+        known = parse_name(DATASETS[name])
+        split, start = (wanted.split, 0) if wanted.split else (known.split or "train", known.start)
+        found = hub_source(known.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
+    elif is_hub_name(name):
+        find = hub_stream if streamed else hub_source
+        found = find(name, config=wanted.config, split=wanted.split or "train")
+    else:
+        close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
+    return found.slice(wanted.start, wanted.stop)
+
+
+def _existing(name: str) -> Path:
+    if name == DEMO:  # the rows that ship with the package
+        return Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"))
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
+    return path
+
+
+def local_source(path: Path, split: str | None = None, *, streamed: bool = False) -> Source:
+    """A file, or the files of a folder that `find_files` finds."""
+    if is_saved(path):
+        return saved_source(path, split)
+    files = {file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None}
+    folder = path if path.is_dir() else path.parent
+    parts = [
+        Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file, kind))
+        for file, kind in files.items()
+    ]
+    fingerprint = partial(fingerprint_files if streamed else partial(_hash_files, folder), files)
+    return Source(str(path), fingerprint, parts, lambda: sum(count_rows(*file) for file in files.items()))
+
+
+def _hash_files(folder: Path, files: Iterable[Path]) -> str:
+    """A hash of the files' content and names: these select the reader, and messages and the cached report show them."""
+    identity = hashlib.sha256()
+    for file in files:
+        identity.update(f"{file.relative_to(folder).as_posix()}\0{hash_file(file)}\0".encode())
+    return identity.hexdigest()
+
+
+def saved_source(path: Path, split: str | None) -> Source:
+    """A folder that datasets.save_to_disk made, of one table or of one per split."""
+    import datasets
+
+    if (path / SAVED_SPLITS).is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if is_saved(folder))
+        name = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+        if name not in splits:
+            raise UserError(f"dataset: {path} has no split {name!r}. Its splits: {', '.join(splits)}.")
+        if split is None and len(splits) > 1:
+            log.info("%s: the split %s is trained on; not %s.", path, name, ", ".join(s for s in splits if s != name))
+        path = path / name
+    elif split is not None:
+        raise UserError(f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}].")
+    try:
+        table = datasets.load_from_disk(str(path))
+    except Exception as error:  # what it raises is not documented
+        raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
+    fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
+    return Source(str(path), fingerprint, [_table_part(table, str(path))], table.__len__)
+
+
+def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
+    """A split of a dataset on the Hugging Face hub, or of its copy on this machine.
+
+    Args:
+        config: one of the dataset's configurations, for one that has several.
+        shuffled: in the order in which the 2024 program took the rows.
+    Raises:
+        UserError: neither the hub nor a copy can be read. The message names what works without a network.
+    """
+    import datasets  # slow to import and not needed for local files
+
+    refusal = ask_hub(name, "dataset")
+    if refusal is not None:
+        reason = hub_reason(refusal)
+        if not (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
+            raise UserError(
+                f"dataset {name}: there is no such file or folder, and {reason}. Without the hub, use "
+                "--dataset alpaca_demo, which ships with the package, or the path of a local "
+                f"{', '.join(FILE_KINDS)} file."
+            ) from refusal
+        log.warning(
+            "%s is read from the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without delay.",
+            name,
+            reason,
+        )
+    try:
+        table = datasets.load_dataset(name, *([config] if config else []), split=split)
+    except Exception as error:  # what it raises is not documented
+        advice = f" Name one of them: {name}:CONFIG." if "config name" in str(error).lower() else ""
+        reason = " ".join(str(error).split())[:300] if advice else first_line(error)
+        raise UserError(
+            f"dataset {name}: its {split} split cannot be read from the hub ({reason}).{advice} Or download the "
+            "dataset and give the path of its file or folder."
+        ) from error
+    if shuffled:
+        table = table.shuffle(seed=_SEED_OF_2024)
+    # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
+    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)], table.__len__)
+
+
+def _table_part(table: Any, name: str) -> Part:
+    """A table of `datasets`."""
+
+    def read(used: ChooseColumns, after: int) -> NumberedRows:
+        chosen = [column for column in table.column_names if column in used(table.column_names)]
+        left = table.select(range(after, len(table))).select_columns(chosen).with_format("arrow")
+        first = after + 1
+        for batch in left.iter(batch_size=BATCH_ROWS):
+            yield from number_rows(batch, name, first, table.column_names)
+            first += len(batch)
+
+    return Part(name, "row", read)
+
+
+def hub_stream(name: str, *, config: str | None, split: str) -> Source:
+    """A split of a dataset on the hub, a part for each file: a run that is resumed asks for none of those before."""
+    import datasets
+
+    try:
+        commit = str(HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS).sha)
+        table = datasets.load_dataset(name, *([config] if config else []), split=split, streaming=True, revision=commit)
+    except Exception as error:  # what it raises is not documented
+        raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
+    splits = (table.info.splits or {}) if table.info else {}
+    known = splits[split].num_examples if split in splits else None
+
+    def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
+        file = table.shard(table.num_shards, index)
+        try:
+            for number, row in enumerate(file.skip(after) if after else file, start=after + 1):
+                yield number, complete(row, ())
+        except Exception as error:  # of the network, or of the files
+            # No UserError: the other ranks may not have it, and a restart may help.
+            raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
+
+    parts = [Part(f"{split} file {index + 1}", "row", partial(read, index)) for index in range(table.num_shards)]
+    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: known)
+
+
+# Short names of datasets on the hub. guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under
+# these names in 2024: it shuffled some before it left out those for evaluation.
+DATASETS = {
+    "alpaca": "yahma/alpaca-cleaned",
+    "alpaca_sample": "yahma/alpaca-cleaned",
+    "guanaco": "timdettmers/openassistant-guanaco",
+    "sql": "knowrohit07/know_sql[validation][1000:]",
+    "orca_math": "microsoft/orca-math-word-problems-200k",
+}
+SHUFFLED, _SEED_OF_2024 = ("sql", "orca_math"), 42  # the default of its --seed
+
+
+def _looks_local(dataset: str) -> bool:
+    path = Path(dataset).expanduser()
+    is_path = path.name != dataset and not is_hub_name(dataset)
+    return kind_of(path) is not None or path.exists() or is_path
+
+
+def _choices() -> str:
+    return (
+        f"Datasets by name: {', '.join([*DATASETS, DEMO, DUMMY])}. "
+        f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
+        "Separate several datasets by blanks."
+    )
+
+
+# --- the files of a folder: of its training split, if files or subfolders are named after splits ---
+
+# Words in the names of files and folders -> the split they mean.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets.save_to_disk leaves
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's or folder's name means: "train" for train-00000-of-00002.parquet."""
+    words = re.split(r"[^a-z]+", path.name.split(".")[0].lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether datasets.save_to_disk made the folder."""
+    return (path / SAVED_SPLITS).is_file() or ((path / SAVED_TABLE).is_file() and any(path.glob("*.arrow")))
+
+
+def find_files(path: Path, split: str | None = None) -> list[Path]:
+    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are ignored.
+
+    Args:
+        split: whose files; without it, in a folder with held-out files (test, validation) only the others.
+    Raises:
+        UserError: there is no file of a known kind, or none of the split.
+    """
+    kinds = ", ".join(FILE_KINDS)
+    if not path.is_dir():
+        if kind_of(path) is None:
+            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz or .zst.")
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
+        if split is not None:
+            raise UserError(f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}].")
+        return [path]
+    files = _data_files(path)
+    if not files:
+        files = [file for folder in _subfolders(path) for file in _data_files(folder)]
+        if not any(map(_split_below, files)) and [file for file in files if file.parent.name != "data"]:
+            files = []  # names that mean nothing: better asked than guessed
+    if not files:
+        below = ", ".join(folder.name for folder in _subfolders(path))
+        hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
+        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}")
+    return _choose(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, split)
+
+
+def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
+    by_split: dict[str | None, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_below(file), []).append(file)
+    if split is not None:
+        if (wanted := SPLITS.get(split, split)) not in by_split:
+            known = ", ".join(sorted(filter(None, by_split))) or "none"
+            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
+        return by_split[wanted]
+    held_out = sorted(filter(None, by_split.keys() - {"train"}))
+    chosen = by_split.get("train") or by_split.get(None)
+    if not held_out or not chosen:
+        return files
+    log.info(
+        "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
+        folder,
+        _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
+        _names([file for group in by_split.values() if group is not chosen for file in group], folder),
+        folder,
+        held_out[-1],
+    )
+    return chosen
+
+
+def _split_below(file: Path) -> str | None:
+    return split_of(file) or split_of(file.parent) if file.parent.name in SPLITS else split_of(file)
+
+
+def _names(files: Iterable[Path], folder: Path) -> str:
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _data_files(folder: Path) -> list[Path]:
+    try:
+        files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+    except OSError as error:
+        raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
+    texts = [file for file in files if kind_of(file) is FILE_KINDS[".txt"]]
+    if texts and len(texts) < len(files):  # a licence or notes
+        log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
+        return [file for file in files if kind_of(file) is not FILE_KINDS[".txt"]]
+    return files
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")

@@ -1,0 +1,196 @@
+"""Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdp_qlora.data.content import BadRow, Chat, Row, refuse_media, text_of, texts_of, unicode_of
+from fsdp_qlora.data.text.images import Images
+
+# How roles are called in datasets -> in chat templates.
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
+}
+CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
+_VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
+KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
+# Whether a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
+WEIGHTS = ("weight", "train", "loss", "loss_weight")
+# A question and its answer in one object, as ms-swift and Capybara write them.
+PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
+# A turn of MOSS: who says what; and the marks around it.
+_MOSS = {"Human": "user", "Commands": "assistant", "Tool Responses": "tool", "MOSS": "assistant"}
+_MARKS = re.compile(r"^\s*<\|[^|]*\|>:|<eo\w>\s*$")
+_USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
+
+
+def read_turns(row: Row, column: str) -> Chat:
+    """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
+    return read_chat(row, turns(row.get(column), column))
+
+
+def read_moss(row: Row) -> Chat:
+    """MOSS's `chat` of numbered turns. A call of a plugin is text, and its results are a tool's turn. Raises BadRow."""
+    chat: Any = row.get("chat")
+    if not is_moss(row):
+        raise BadRow("chat is not an object of turns")
+    found: list[dict[str, Any]] = []
+    for name in sorted(chat, key=lambda name: (len(name), name)):  # turn_2 before turn_10
+        said = {key: _MARKS.sub("", str(text)).strip() for key, text in chat[name].items()}
+        first = len(found) + 1
+        found += [
+            {"role": role, "content": said[key]} for key, role in _MOSS.items() if said.get(key, "None") != "None"
+        ]
+        if said.get("Inner Thoughts", "None") != "None" and len(found) > first:
+            found[first]["reasoning_content"] = said["Inner Thoughts"]
+    return read_chat({"system": row.get("meta_instruction")}, found)
+
+
+def is_moss(row: Row) -> bool:
+    chat = row.get("chat")
+    return isinstance(chat, Mapping) and bool(chat) and all(isinstance(turn, Mapping) for turn in chat.values())
+
+
+def read_tree(row: Row) -> Chat:
+    """oasst's tree: from the `prompt` on the reply that is ranked best, one without a rank last. Raises BadRow."""
+    path, replies = [], turns([row.get("prompt")], "prompt")
+    while replies:
+        best = min(replies, key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else math.inf)
+        path.append({"role": best.get("role"), "content": best.get("text")})
+        replies = turns(best["replies"], "replies") if best.get("replies") else []
+    return read_chat(row, path)
+
+
+def read_prompted(row: Row) -> Chat:
+    """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
+    asked = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
+    answer = said_by("assistant", row.get("completion"), "completion")
+    return read_chat(row, [{**turn, "weight": 0} for turn in asked] + answer)
+
+
+def said_by(role: str, value: object, column: str) -> list[dict[str, Any]]:
+    """The turns in a column that may also be a text or a single message. Raises BadRow."""
+    if isinstance(value, str):
+        return [{"role": role, "content": text_of({column: value}, column)}]
+    return turns([value] if isinstance(value, Mapping) else value, column)
+
+
+def turns(value: object, column: str) -> list[dict[str, Any]]:
+    """The turns in a column, as they are. Raises BadRow."""
+    if isinstance(value, str):  # csv has no other way
+        value = _json(value, column)
+    if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
+        raise BadRow(f"{column} is not a list of turns")
+    if not value:
+        raise BadRow(f"empty {column}")
+    return [said for turn in value for said in _said(turn)]
+
+
+def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    for asked, answered in PAIRS:
+        if turn.keys() >= {asked, answered}:
+            roles = (("user", asked), ("assistant", answered))
+            return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
+    return [dict(turn)]
+
+
+def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
+    """The turns as messages, with what else the row has for a chat. Raises BadRow."""
+    images = Images(row)
+    messages = [_message(turn, number, images) for number, turn in enumerate(turns, start=1)]
+    weights = [_weight(turn, number) for number, turn in enumerate(turns, start=1)]
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": unicode_of(system, "system")})
+        weights.insert(0, None)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("no assistant turn, so nothing to learn")
+    images.show_rest(messages)
+    unused = dict.fromkeys(
+        key for turn in turns for key, value in turn.items() if value is not None and key not in _USED
+    )
+    return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown))
+
+
+def _message(turn: dict[str, Any], number: int, images: Images) -> dict[str, Any]:
+    """One turn as OpenAI writes it."""
+    called = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    content = next((turn[name] for name in ("content", "value", "parts") if turn.get(name) is not None), None)
+    if called in CALLS:
+        return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {number}")], number)}
+    if not isinstance(called, str) or called.lower() not in ROLES:
+        raise BadRow(f"turn {number}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
+    message: dict[str, Any] = {"role": ROLES[called.lower()]}
+    if calls := turn.get("tool_calls") or turn.get("function_call"):
+        message["tool_calls"] = _calls(calls, number)
+    if content is not None:
+        message["content"] = images.read(content, number, can_show=message["role"] != "assistant")
+    elif "tool_calls" not in message:
+        raise BadRow(f"turn {number}: its content is null")
+    if message["role"] == "user":
+        for text in texts_of(message):
+            refuse_media(text, f"turn {number}")
+    message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
+    is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
+    if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:
+        raise BadRow(f"turn {number}: the assistant says nothing")
+    return message
+
+
+def _weight(turn: Mapping[str, Any], number: int) -> int | None:
+    for name in WEIGHTS:
+        weight = turn.get(name)
+        if weight is not None and weight not in (0, 1):
+            raise BadRow(f"turn {number}: its {name} is {weight!r}, and can be 0 (only read) or 1 (learned)")
+        if weight is not None:
+            return int(weight)
+    return None
+
+
+def _calls(calls: object, number: int) -> list[dict[str, Any]]:
+    """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
+    found = []
+    listed: list[Any] = calls if isinstance(calls, list) else [calls]
+    for call in listed:
+        function = call.get("function") or call if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f"turn {number}: a tool call without a name")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = _json(arguments, f"turn {number}: the arguments of {function['name']}")
+        kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return found
+
+
+def _tools(tools: object) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):
+        tools = _json(tools, "tools") if tools.strip() else None
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools is not a list of objects")
+    return [_schema(tool) for tool in tools]
+
+
+def _schema(value: Any) -> Any:
+    """A tool's description without nulls, which mean nothing in it but as values; a template would write them out."""
+    if isinstance(value, Mapping):
+        return {
+            key: inner if key in _VALUES else _schema(inner)
+            for key, inner in value.items()
+            if inner is not None or key in _VALUES
+        }
+    return [_schema(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _json(text: object, where: str) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where} is not JSON") from error

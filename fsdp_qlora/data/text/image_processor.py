@@ -1,0 +1,149 @@
+"""A model's processor of images, from transformers: the places of images in a text, and the pixels for a model."""
+
+import inspect
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from fsdp_qlora.data.content import BadRow, Segment
+from fsdp_qlora.data.text.images import load
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.text import first_line
+
+_FILES = ("processor_config.json", "preprocessor_config.json")
+_TOKENS = ("input_ids", "attention_mask")
+_TRIED = (224, 224)  # pixels of an image that tells what the processor gives
+
+
+class ImageProcessor:
+    """The processor of a model folder, loaded when the first row shows an image. Threads may share it."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self._lock = threading.RLock()
+
+    @classmethod
+    def find(cls, folder: Path, name: str) -> "ImageProcessor | None":
+        """None where the folder of the model `name` has no such processor, as with a model of text."""
+        return cls(folder, name) if _files(folder) else None
+
+    @property
+    def identity(self) -> list[str]:
+        """Hashes of the files that the tokens of images depend on."""
+        return [record_of(path).sha256 for path in _files(self.folder)]
+
+    @cached_property
+    def _processor(self) -> Any:
+        """transformers' processor without its parts for video and sound, which may need libraries that images do not.
+
+        Raises:
+            UserError: there is none, or it cannot be read.
+        """
+        try:
+            kind: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(self.folder))]
+            alone: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+            kinds = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+            parts = {name: part.from_pretrained(self.folder) for name, part in kinds.items()}
+            settings, _ = kind.get_processor_dict(self.folder)
+            return alone.from_args_and_dict([parts.get(name) for name in kind.get_attributes()], settings)
+        except Exception as error:  # transformers raises many kinds
+            raise UserError(
+                f"model_name {self.name}: its processor of images cannot be used ({first_line(error)}). Images need "
+                "Pillow: pip install 'fsdp_qlora[images]'; with old releases of transformers torchvision, too."
+            ) from error
+
+    @cached_property
+    def _names(self) -> tuple[list[str], list[str]]:
+        """What the processor gives besides tokens: for each token, and for each image."""
+        from PIL import Image as Pillow
+
+        found = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
+        found.pop("text_replacement_offsets")
+        shape, kinds = found["input_ids"].shape, self.kinds_of(found["input_ids"])
+        of_tokens = [name for name, value in found.items() if value.shape[:2] == shape and name not in _TOKENS]
+        if unknown := [name for name in of_tokens if not torch.equal(found[name], kinds)]:
+            raise UserError(f"model_name {self.name}: its processor gives {unknown[0]}, which is not known here.")
+        return of_tokens, [name for name in found if name not in (*of_tokens, *_TOKENS)]
+
+    def kinds_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """1 for tokens that stand for images and 0 for others, int64 [B, T]."""
+        return torch.tensor(self._processor.create_mm_token_type_ids(input_ids.tolist()))
+
+    def _call(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
+        """What the processor gives for one text."""
+        with self._lock:
+            options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
+            return dict(self._processor(text=[text], images=[[*images]], **options))
+
+    def expand(self, row: Sequence[Segment], images: Sequence[Any]) -> tuple[list[Segment], int, int]:
+        """Write out the tokens that stand for images, which are never learned.
+
+        Returns:
+            The segments, how many of the images they show, and how many numbers the processor makes of these.
+        Raises:
+            BadRow: the text shows more images, or the processor refuses one.
+        """
+        text, token = "".join(segment.text for segment in row), self._processor.image_token
+        if (count := text.count(token)) > len(images):
+            raise BadRow(f"the chat template shows {count} of the row's {len(images)} images")
+        if not count:
+            return [*row], 0, 0
+        try:
+            found = self._call(text, images[:count])
+        except Exception as error:  # such as of an image that is too narrow
+            raise BadRow(f"the model's processor refuses an image ({first_line(error)})") from error
+        written = (place["replacement"] for place in found["text_replacement_offsets"][0])
+        return [*_replace(row, token, written)], count, sum(found[name].numel() for name in self._names[1])
+
+    @property
+    def image_ids(self) -> tuple[int, ...]:
+        """The tokens that stand for images."""
+        return tuple(self._processor.image_token_ids)
+
+    def model_inputs(
+        self, rows: Iterable[Iterable[bytes]], input_ids: torch.Tensor, taken: Mapping[str, inspect.Parameter]
+    ) -> dict[str, torch.Tensor]:
+        """The arguments of a model for the images of rows, of those that its forward pass has `taken`.
+
+        Each row is processed alone; what is of other sizes for other rows is padded with zeros, as processors do it.
+
+        Args:
+            rows: of each row that has any, the names of its images. input_ids: of all rows, int64 [B, T].
+        """
+        of_tokens, of_images = self._names
+        token = self._processor.image_token
+        images = [[*map(load, names)] for names in rows]
+        found = [self._call(token * len(each), each) for each in images]
+        inputs = {name: _concatenate([each[name] for each in found]) for name in of_images if name in taken}
+        return inputs | {name: self.kinds_of(input_ids) for name in of_tokens if name in taken}
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
+def _replace(row: Iterable[Segment], token: str, written: Iterator[str]) -> Iterator[Segment]:
+    """The segments with what is written out for each `token`."""
+    for segment in row:
+        for number, text in enumerate(segment.text.split(token)):
+            if number:
+                yield Segment(next(written), learned=False)
+            yield Segment(text, segment.learned)
+
+
+def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other, filled up with zeros to the largest of them."""
+    shape = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    sides = [
+        [side for most, size in zip(reversed(shape), reversed(tensor.shape), strict=False) for side in (0, most - size)]
+        for tensor in tensors
+    ]
+    return torch.cat([F.pad(tensor, side) for tensor, side in zip(tensors, sides, strict=True)])

@@ -1,0 +1,163 @@
+"""Images of rows: found in their columns and messages, and kept by what is in their files, as links to these.
+
+Rows have the names of their images. Pixels are made for a micro-batch, when it is computed (image_processor.py).
+"""
+
+import base64
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.data.content import FOLDER, BadRow, Image, Row, unicode_of
+from fsdp_qlora.utils.errors import RankError, UserError
+from fsdp_qlora.utils.files import cache_folder
+
+_PLACE = "<image>"  # where a text shows the next image of the row's column
+_KINDS = ("image", "image_url", "input_image")  # of a part that is one
+_GIVEN = ("image", "image_url", "bytes", "path", "url")  # names under which it may be in a part or an object
+UNREADABLE = ("the image", "an image in the row")  # how reasons begin
+
+
+class Images:
+    """The images of a row in the order in which its turns show them: in parts of type image, or by `<image>`."""
+
+    def __init__(self, row: Row) -> None:
+        self._folder = str(row.get(FOLDER) or "")
+        value = row.get("images")
+        listed = value if isinstance(value, list) else [value] if value else []
+        self._listed = [self._image(each, f"image {number}") for number, each in enumerate(listed, start=1)]
+        self._left = iter(self._listed)
+        self.shown: list[Image] = []
+
+    def read(self, content: object, number: int, *, can_show: bool) -> str | list[dict[str, str]]:
+        """The content of turn `number`: text, or parts where it shows images. Raises BadRow."""
+        where, place = f"turn {number}", {"type": "image"}
+        if isinstance(content, str):
+            texts = content.split(_PLACE) if self._listed and can_show else [content]
+            parts: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
+        elif not isinstance(parts := content, list | tuple):
+            raise BadRow(f"{where}: its content is not text but {type(content).__name__}")
+        found = [self._part(part, where, can_show=can_show) for part in parts]
+        if place in found:
+            return [part for part in found if part.get("text") != ""]
+        return "".join(part["text"] for part in found)
+
+    def _part(self, part: object, where: str, *, can_show: bool) -> dict[str, str]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if isinstance(part, Mapping) and kind in _KINDS:
+            if not can_show:
+                raise BadRow(f"{where}: an answer has an image, and only text can be learned")
+            given = self._image(part, where) if any(part.get(name) for name in _GIVEN) else next(self._left, None)
+            if given is None:
+                raise BadRow(f"{where} shows more images than the {len(self._listed)} of the row")
+            self.shown.append(given)
+            return {"type": "image"}  # a template needs no more
+        text = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise BadRow(f"{where}: a part of its content is {kind}, and only text and images can be trained on")
+        return {"type": "text", "text": unicode_of(text, where)}
+
+    def _image(self, value: object, where: str) -> Image:
+        if isinstance(value, Mapping):  # of datasets, or OpenAI's
+            return self._image(next((value[name] for name in _GIVEN if value.get(name)), None), where)
+        if isinstance(value, bytes):
+            return value
+        if not isinstance(value, str):
+            raise BadRow(f"{where} is not the path of an image but {type(value).__name__}")
+        if value.startswith("data:"):
+            try:
+                return base64.b64decode(value.partition(",")[2], validate=True)
+            except ValueError as error:
+                raise BadRow(f"{where}: an image is not base64 ({error})") from error
+        path = unicode_of(value, where).removeprefix("file://")
+        if "://" in path:
+            raise BadRow(f"{where}: {path} is a URL. Download the images, and give their paths")
+        return Path(self._folder, path)
+
+    def show_rest(self, messages: list[dict[str, Any]]) -> None:
+        """Show images for which no text has a place before the first question; put all contents into parts."""
+        rest = [*self._left]
+        if rest and self.shown:
+            raise BadRow(f"the row has {len(self._listed)} images, and its messages show {len(self.shown)} of them")
+        self.shown += rest
+        if not self.shown:
+            return
+        for message in messages:
+            if isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        if rest:
+            asked = next((message for message in messages if message["role"] == "user"), messages[0])
+            asked["content"] = [{"type": "image"}] * len(rest) + asked["content"]
+
+
+# --- the folder of images ---
+
+
+def keep(image: Image) -> tuple[bytes, Any]:
+    """Keep an image for `load`: a file by a link to it.
+
+    Returns:
+        Its name, the 16 bytes of a hash of what is in its file; and the image, as `load` gives it.
+    Raises:
+        BadRow: it is missing, or cannot be read.
+    """
+    where = f"{UNREADABLE[0]} {image}" if isinstance(image, Path) else UNREADABLE[1]
+    try:
+        content = image.read_bytes() if isinstance(image, Path) else image
+        pixels = _decode(content)
+    except Exception as error:  # Pillow raises many kinds
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:100] or type(error).__name__
+        raise BadRow(f"{where} cannot be read, or is no image ({reason})") from error
+    name = hashlib.blake2b(content, digest_size=16).digest()
+    path = _path(name)
+    draft = Path(f"{path}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(image, Path):
+            draft.symlink_to(image.resolve())
+        else:
+            draft.write_bytes(content)
+        draft.replace(path)
+    except OSError as error:
+        raise UserError(
+            f"Images need a folder for links: {path.parent} cannot be written ({error.strerror}). The environment "
+            "variable FSDP_QLORA_CACHE names another."
+        ) from error
+    return name, pixels
+
+
+def load(name: bytes) -> Any:
+    """A kept image, as Pillow's in RGB. Raises RankError if it is not what it was."""
+    path = _path(name)
+    try:
+        content = path.read_bytes()
+        reason = "" if hashlib.blake2b(content, digest_size=16).digest() == name else "it has changed"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        raise RankError(f"The image {os.path.realpath(path)} was read before, and now: {reason}. Start again.")
+    return _decode(content)
+
+
+def are_as_kept(names: Iterable[bytes]) -> bool:
+    """Whether images are still there and not written since they were kept, as far as times of files tell."""
+    try:
+        return all(path.stat().st_mtime_ns <= path.lstat().st_mtime_ns for path in map(_path, names))
+    except OSError:
+        return False
+
+
+def _decode(content: bytes) -> Any:
+    from PIL import Image as Pillow
+    from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
+
+    with Pillow.open(io.BytesIO(content)) as image:
+        return load_image(image)
+
+
+def _path(name: bytes) -> Path:
+    return cache_folder() / "images" / name.hex()[:2] / name.hex()

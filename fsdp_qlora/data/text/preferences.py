@@ -1,0 +1,154 @@
+"""Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or ratings."""
+
+import contextlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.data.content import BadRow, Chat, Fields, PreferenceRow, Rendered, Row, Segment, refuse_media, text_of
+from fsdp_qlora.data.text import chats
+
+SIDES = ("chosen", "rejected")
+RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
+INSTRUCTIONS = ("question", "instruction", "input")  # prompts that are filled into a template, as where texts are rows
+PROMPTS = ("conversations", "prompt", *INSTRUCTIONS)  # the first that is filled counts
+
+
+def read_prompt_completion(row: Row) -> Chat | Rendered:
+    """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
+    said = (row.get("prompt"), row.get("completion"))
+    if row.get("system") or row.get("images") or any(isinstance(each, list | Mapping) for each in said):
+        return chats.read_prompted(row)
+    prompt = Segment(text_of(row, "prompt", required=False), learned=False)
+    refuse_media(prompt.text, "prompt")
+    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], "text")
+
+
+def read_pair(row: Row) -> PreferenceRow:
+    """Two answers: text, messages, or whole conversations or texts that begin with the prompt. Raises BadRow."""
+    name = _prompt_name(row)
+    is_text = all(isinstance(row.get(each), str | None) for each in (name, *SIDES))
+    if is_text and (name in INSTRUCTIONS or not row.get("system")):
+        asked: Any = text_of(row, name, required=False)
+        sides: list[Any] = [text_of(row, side) for side in SIDES]
+    else:
+        asked = chats.said_by("user", row[name], name) if row.get(name) else []
+        sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
+    if sides[0] == sides[1]:
+        raise BadRow("chosen and rejected are the same")
+    if not asked or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
+        asked = sides[0][: _num_common(*sides)]
+        asked = asked.rstrip() or asked if isinstance(asked, str) else asked  # an answer begins with its blank
+        sides = [side[len(asked) :] for side in sides]
+    if not all(sides):
+        raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
+    if not asked or any(_is_prompt(side[0]) for side in sides):
+        raise BadRow("chosen and rejected begin with different prompts")
+    return PreferenceRow([_answer(row, name, asked, side) for side in sides])
+
+
+def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
+    """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in `Reading`."""
+    theirs = {ours: column for column, ours in names.items()}
+    chosen, name = theirs["chosen"], _prompt_name({ours: row.get(column) for ours, column in theirs.items()})
+    if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
+        return [f"messages={chosen}"], "messages"
+    asked, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
+    columns = [f"{asked}={theirs[name]}"] if theirs.get(name, asked) != asked else []
+    return [*columns, f"{answer}={chosen}"], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
+
+
+def read_ratings(row: Row, threshold: float) -> PreferenceRow:
+    """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
+    answers = chats.turns(row.get("completions"), "completions")
+    best, worst = max(answers, key=rating_of), min(answers, key=rating_of)
+    if rating_of(best) == rating_of(worst):
+        raise BadRow("no two answers have different ratings")
+    if not rating_of(worst) < threshold <= rating_of(best):
+        raise BadRow(f"all answers are rated {'below' if rating_of(best) < threshold else 'at least'} {threshold:g}")
+    return read_pair({**row, "chosen": best.get("response"), "rejected": worst.get("response")})
+
+
+def read_labeled(row: Row) -> PreferenceRow:
+    """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises BadRow."""
+    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
+    if label is None:
+        raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
+    if row.get("messages") is not None:
+        *prompt, answer = chats.turns(row["messages"], "messages")
+        return PreferenceRow([read_prompt_completion({**row, "prompt": prompt, "completion": [answer]})], [label])
+    name = _prompt_name(row)
+    return PreferenceRow([_answer(row, name, row.get(name), row.get("completion"))], [label])
+
+
+def read_rating(row: Row, threshold: float) -> PreferenceRow:
+    """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises BadRow."""
+    if not isinstance(row["rating"], list):
+        return read_labeled({**row, "label": rating_of(row) >= threshold})
+    name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
+    found = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
+    return PreferenceRow(found, [rating_of(answer) >= threshold for answer in answers])
+
+
+def rating_of(row: Row) -> float:
+    """The number by which an answer is rated. Raises BadRow."""
+    found = next((row[name] for name in RATINGS if row.get(name) is not None), None)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(rating := float(str(found))):
+            return rating
+    raise BadRow(f"rating is {found!r}, and can be a number")
+
+
+def middle_rating(rows: Sequence[Row]) -> float:
+    """A threshold that about half of the answers reach whose ratings have their usual names; else 7."""
+    found = re.findall(rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)', json.dumps(rows, default=str))
+    return sorted(map(float, found))[len(found) // 2] if found else 7
+
+
+def _answer(row: Row, name: str, asked: object, answer: object) -> Chat | Rendered | Fields:
+    """An answer to the prompt, which is in the column `name`."""
+    if name not in INSTRUCTIONS or not isinstance(answer, str):
+        others = {other: row.get(other) for other in ("system", "tools")}
+        return read_prompt_completion({"prompt": asked, "completion": answer, **others})
+    instruction = text_of({name: asked}, name)
+    refuse_media(instruction, name)
+    context, system = (text_of(row, other, required=False) for other in ("input", "system"))
+    return Fields(instruction, text_of({"answer": answer}, "answer"), context if name != "input" else "", system)
+
+
+def _prompt_name(row: Row) -> str:
+    return next((name for name in PROMPTS if row.get(name)), "prompt")
+
+
+def _is_prompt(turn: object) -> bool:
+    role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    return chats.ROLES.get(str(role).lower()) in ("system", "developer", "user")
+
+
+def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """The number of characters or turns that both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The ids, the mask and the split of a row of two documents, whose first tokens have nothing to predict them."""
+    masks = [mask & (np.arange(len(mask)) > 0) for mask in learned]
+    return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
+
+
+def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
+    """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's divergence."""
+    starts = [int(row.learned.argmax()) for row in rows]
+    back = max(Counter(row.number for row in rows).values(), default=1)  # a row may have several answers
+    found = []
+    for i, row in enumerate(rows):  # the row before the first is the last
+        kept, taken, before = slice(starts[i]), slice(starts[i - back], None), rows[i - back]
+        ids = np.concatenate([row.ids[kept], before.ids[taken]])[:context_length]
+        learned = np.concatenate([row.learned[kept], before.learned[taken]])[:context_length]
+        found.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))
+    return found

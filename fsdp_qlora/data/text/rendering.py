@@ -1,0 +1,179 @@
+"""Rendering: a row's content becomes text through a prompt template or a chat template; the record of this."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, get_type_hints
+
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.data.content import BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
+from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.text.chats import read_chat
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.images import keep
+from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
+
+TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
+IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
+_WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
+
+
+class Renderer:
+    """Makes rows text in one way.
+
+    Args:
+        chosen: of --prompt_template.
+        learn: "assistant", "last" or "all": which turns are learned.
+        of_format: the prompt template of the dataset's format.
+        workers: processes that fill chat templates.
+        images: the model's processor of images, if it has one.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chosen: ChosenTemplate,
+        learn: str,
+        of_format: PromptTemplate,
+        workers: Sequence[TemplateWorker],
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self._chosen, self._learn, self._workers, self.images = chosen, learn, workers, images
+        self._prompt = chosen.prompt or of_format
+        self._chat_template = ChatTemplate(tokenizer, chosen.chat)
+
+    def render_all(self, rows: Sequence[Row], read: Callable[[Row], Content]) -> list[list[Rendered] | BadRow]:
+        """Read and render rows, spread over the workers; of each what `render` returns, or why it cannot be used."""
+
+        def render_share(first: int) -> list[list[Rendered] | BadRow]:
+            return [self._rendered(row, read, self._workers[first]) for row in rows[first::num]]
+
+        num = len(self._workers) if len(rows) >= _WORTH_WORKERS else 1
+        found: list[list[Rendered] | BadRow] = [[]] * len(rows)
+        with ThreadPoolExecutor(num) as threads:
+            for first, share in enumerate(threads.map(render_share, range(num))):
+                found[first::num] = share
+        return found
+
+    def _rendered(self, row: Row, read: Callable[[Row], Content], worker: TemplateWorker) -> list[Rendered] | BadRow:
+        try:
+            return self.render(read(row), worker)
+        except BadRow as reason:
+            return reason
+        except RecursionError:
+            return BadRow("nested too deeply")
+
+    def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
+        """The row as text or tokens; several where turns of a chat become rows of their own.
+
+        Raises:
+            BadRow: it cannot be rendered, or nothing of it is learned.
+            UserError: no row can be rendered.
+        """
+        rendered = [row for row in self._render(content, worker or self._workers[0]) if _learns(row)]
+        if not rendered:
+            raise BadRow("nothing to learn")
+        return rendered
+
+    def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
+        if isinstance(content, Fields) and content.notes:
+            first, *others = self._render(dataclasses.replace(content, notes=()), worker)
+            return [dataclasses.replace(first, notes=content.notes + first.notes), *others]
+        if isinstance(content, Fields) and content.shows:
+            content = read_chat(content.shows, as_chat(content).messages)
+        if isinstance(content, Fields):
+            content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), "template")
+        if isinstance(content, Chat):
+            if content.images and self.images is None:
+                raise BadRow("images: only text can be trained on with this model")
+            rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
+            notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
+            shown = self._shown(rows, content.images) if content.images else [Rendered(each, "chat") for each in rows]
+            return [dataclasses.replace(shown[0], notes=notes), *shown[1:]]
+        if isinstance(content, PreferenceRow):
+            if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
+                raise BadRow("images: preferences can be of text alone")
+            answers = [self.render(answer, worker) for answer in content.answers]
+            if any(len(answer) > 1 for answer in answers):
+                raise BadRow(IN_PARTS)
+            labels = itertools.chain(content.desired, itertools.repeat(None))
+            return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
+        row = content if isinstance(content, Rendered) else Rendered(content)
+        return [dataclasses.replace(row, segments=self._relearn(row.segments))]
+
+    def _shown(self, rows: Sequence[Sequence[Segment]], images: Sequence[Image]) -> list[Rendered]:
+        """The texts of a chat with the tokens of its images."""
+        assert self.images is not None
+        names, pixels = zip(*map(keep, images), strict=True)
+        expanded = [self.images.expand(row, pixels) for row in rows]
+        if (most := max(number for _, number, _ in expanded)) < len(images):
+            raise BadRow(f"the chat template shows {most} of the row's {len(images)} images")
+        ids = self.images.image_ids
+        return [Rendered(segments, "chat", (), (), None, (), names[:n], size, ids) for segments, n, size in expanded]
+
+    def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Segments, learned as --learn says."""
+        if self._learn == "assistant":
+            return segments
+        last = max((i for i, segment in enumerate(segments) if segment.learned and segment.text), default=0)
+        learned = {last} if self._learn == "last" else set(range(len(segments)))
+        return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
+
+
+def _learns(row: Rendered) -> bool:
+    return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
+
+
+def prompt_record(
+    dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool = False, is_filled: bool = False
+) -> dict[str, Any]:
+    """The text around the rows of a dataset, as JSON.
+
+    Args:
+        is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which it does not tell.
+    Returns:
+        kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
+        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
+    """
+    content = _content_of(dataset_format)
+    if content is Chat or is_chat or (content is Fields and chosen.is_chat):
+        return {"kind": CHAT, "chat_template": chosen.chat}
+    if content is Fields or is_filled:
+        template = chosen.prompt or FORMATS[dataset_format].template
+        return {"kind": TEMPLATE, "name": chosen.name or dataset_format, **dataclasses.asdict(template)}
+    return {"kind": TEXT}
+
+
+def _content_of(dataset_format: str) -> object:
+    """The type of a format's rows, by the annotation of its reader; None where there is no such format."""
+    if dataset_format not in FORMATS:
+        return None
+    read = FORMATS[dataset_format].read
+    return get_type_hints(read.func if isinstance(read, partial) else read).get("return")
+
+
+def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
+    """One line: how instructions become text, of `prompt_record`, and what the other way is; empty for other rows."""
+    if _content_of(dataset_format) is not Fields:
+        return ""
+    names = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
+    name = next(names, "FILE")
+    if record["kind"] == CHAT:
+        return f"Prompts: the chat template that the model was made for (--prompt_template {name} for plain text)"
+    return f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for that)"
+
+
+def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
+    """The text in front of an answer by a record of kind TEMPLATE, with places for a row's content."""
+    names = [field.name for field in dataclasses.fields(PromptTemplate)]
+    template = PromptTemplate(**{name: record[name] for name in names})
+    filled = {}
+    for title, context in (("with an input", "{input}"), ("without", "")):
+        filled[title] = template.fill(Fields("{instruction}", "", context=context))[0].text
+    if filled["with an input"].replace("{input}", "") == filled["without"]:
+        filled.pop("with an input")
+    return filled

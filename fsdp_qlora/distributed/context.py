@@ -1,0 +1,103 @@
+"""Context parallelism: ranks that share the tokens of a micro-batch, and what they exchange for its attention.
+
+Each rank has a contiguous part of the tokens, and in attention all tokens of a part of the heads (Ulysses, Jacobs et
+al. 2023). Shapes: N ranks, T tokens of all of them; H heads of queries, G of keys and values, whose size is D.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.utils.errors import UserError
+
+
+class ContextGroup:
+    """The ranks that share each micro-batch, of which this is number `rank`; alone by default.
+
+    group: None for tensors on the meta device, whose shapes alone change.
+    """
+
+    def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.size, self.rank, self.group = size, rank, group
+
+    def own(self, length: int, rank: int | None = None) -> slice:
+        """The part of this rank, or of another of the group, among so many tokens or heads."""
+        each = length // self.size
+        first = each * (self.rank if rank is None else rank)
+        return slice(first, first + each)
+
+    def to_heads(self, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become those of its heads.
+
+        Returns:
+            [1, H / N, T, D], and of keys and values [1, G' / N, T, D]: fewer heads than ranks are repeated to G'.
+        Raises:
+            UserError: the heads of queries cannot be divided by N.
+        """
+        query, *others = projected
+        if query.shape[1] % self.size:
+            raise UserError(heads_error(query.shape[1], self.size))
+        repeats = self.size // math.gcd(self.size, others[0].shape[1])
+        if repeats > 1:
+            others = [each.repeat_interleave(repeats, dim=1) for each in others]
+        parts = (each[0].unflatten(0, (self.size, -1)).transpose(1, 2) for each in (query, *others))
+        return tuple(self._exchanged(each).flatten(0, 1).transpose(0, 1)[None] for each in parts)
+
+    def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention gives for a rank's heads, [T, H / N, D], becomes that of its tokens, [T / N, H, D]."""
+        return self._exchanged(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, differentiable; each rank has a share of what is computed of it."""
+        result: torch.Tensor = _Summed.apply(values, self.group) if self.size > 1 else values
+        return result
+
+    def _exchanged(self, parts: torch.Tensor) -> torch.Tensor:
+        """Give part i of [N, ..] to rank i; returns what the ranks give to this one, [N, ..]."""
+        result: torch.Tensor = _AllToAll.apply(parts, self.group)
+        return result
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group, parts = group, parts.contiguous()
+        found = torch.empty_like(parts)
+        if not parts.is_meta:
+            dist.all_to_all_single(found, parts, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group, found = group, values.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Summed.apply(grads[0], ctx.group), None
+
+
+def heads_error(heads: int, size: int) -> str:
+    possible = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+    return (
+        f"--context_parallel_size {size}: this model's attention has {heads} heads, which so many ranks cannot share "
+        f"equally. Possible: {possible}."
+    )
+
+
+def join_context(ranks: Ranks, size: int) -> ContextGroup:
+    """The context group of this rank: `size` neighbours. Called on every rank."""
+    if size == 1:
+        return ContextGroup()
+    group, _ = dist.new_subgroups(size)
+    return ContextGroup(size, ranks.rank % size, group)

@@ -1,0 +1,86 @@
+"""The mesh of the ranks, and the rows of a parameter that each of them keeps."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.distributed.ranks import Ranks
+
+# Renamed in torch 2.13; 2.11 has only the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
+    """Arrange the ranks as [replicate, shard]; a pure shard mesh has only the axis shard."""
+    layout = ranks.layout(sharding_strategy)
+    if layout.num_replicas == 1:
+        return init_device_mesh(ranks.device.type, (layout.num_shards,), mesh_dim_names=("shard",))
+    sizes = (layout.num_replicas, layout.num_shards)
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Number of ranks that share one copy of the model."""
+    return mesh["shard"].size()
+
+
+def shard_rank(mesh: DeviceMesh) -> int:
+    return mesh["shard"].get_local_rank()
+
+
+def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
+    """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`: `torch.chunk`'s split."""
+    chunk = -(-num_rows // size)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
+    """The rows [start, stop) of a parameter that this rank keeps."""
+    return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+
+
+def padded_rows(parameter: torch.Tensor) -> int:
+    """Rows that FSDP2 gathers from every rank: as many as the first rank has."""
+    assert isinstance(parameter, DTensor)
+    return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Store `values`, this rank's rows of a parameter (all rows if it is not sharded)."""
+    local = local_part(parameter)
+    local.copy_(values.view(local.shape))
+
+
+@contextlib.contextmanager
+def whole_weights(module: FSDPModule) -> Iterator[None]:
+    """In this block of code a sharded module has all of its weights, on the device."""
+    module.unshard()
+    for part in module.modules():  # type: ignore[attr-defined]
+        if bring := getattr(part, "bring_weights", None):  # of sharding/weight_stream.py
+            bring()
+    yield
+    module.reshard()
+
+
+def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
+    """All-gather a tensor split along dim 0 by `shard_bounds` into its [num_rows, ...] whole, on every rank."""
+    size = shard_size(mesh)
+    chunk, dims = -(-num_rows // size), local.shape[1:]
+    padded = local.contiguous()
+    if len(local) < chunk:
+        padded = torch.cat([local, local.new_zeros((chunk - len(local), *dims))])
+    whole = local.new_empty((chunk * size, *dims))
+    all_gather(whole, padded, group=mesh["shard"].get_group())
+    return whole[:num_rows]

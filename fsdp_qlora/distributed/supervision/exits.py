@@ -1,0 +1,164 @@
+"""Reports failures of a run: in status.json, to the other ranks, and to the user in one clear sentence."""
+
+import contextlib
+import errno
+import itertools
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.distributed.supervision.presence import Presence
+from fsdp_qlora.distributed.supervision.watchdog import Watchdog
+from fsdp_qlora.utils.errors import (
+    Crashed,
+    LostRank,
+    OutOfMemory,
+    RankError,
+    RunStopped,
+    TrainingError,
+    UserError,
+    how_it_ends,
+    print_error,
+    write_line,
+)
+
+# Messages of gloo, NCCL and TCP when the other side is gone.
+_LOST = re.compile(
+    r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
+    re.IGNORECASE,
+)
+# Messages of errors that are not torch.OutOfMemoryError: of CUDA where a kernel is loaded when it is first called, of
+# libraries whose handles need memory, of NCCL's buffers, of Triton; and of the host's allocators.
+_GPU_MEMORY = re.compile(
+    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Triton Error \[CUDA\]: out of memory|"
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|"
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create|CUDNN_STATUS_NOT_INITIALIZED"
+)
+_NCCL_MEMORY = re.compile(r"out of memory|Cuda failure 2\b|Failed to CUDA [mc]alloc")
+_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
+
+
+@contextlib.contextmanager
+def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
+    """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to the user.
+
+    Put it directly around the training. Closing what is further out may take minutes; by then the other ranks would
+    have reported this one as lost, and torchrun would have killed it without a message.
+
+    Raises:
+        OutOfMemory: instead of this rank's lack of memory; the other ranks end without a message.
+        LostRank: instead of an error in a collective, whose cause is on another rank.
+        Crashed: instead of an unexpected error, which has been printed; the other ranks end without a message.
+    """
+    try:
+        yield
+    except (RunStopped, UserError, TrainingError) as error:
+        if isinstance(error, RankError):
+            watchdog.presence.abort_or_exit(str(error))
+            print_error(error)
+        watchdog.presence.on_end(how_it_ends(error).state, str(error))
+        raise
+    except Exception as error:
+        if kind := exhausted_memory(error):
+            where = f"in step {watchdog.heartbeat.step + 1} ({watchdog.heartbeat.phase})"
+            message = _describe_out_of_memory(error, kind, watchdog.ranks.rank, where, memory_settings)
+            failure: Exception = OutOfMemory(message)
+            watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
+            print_error(failure)
+        elif _is_lost(error):
+            watchdog.presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
+            step = watchdog.heartbeat.step + 1
+            failure = LostRank(
+                f"The connection to another rank was lost in step {step}: it has ended. Its own output says why, by a "
+                "traceback or by one line of a bitsandbytes kernel, which begins with `Error` and names a file of csrc."
+            )
+        else:
+            text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
+            failure = Crashed(f"{type(error).__name__}: {text}")
+            watchdog.presence.abort_or_exit(str(failure))
+            write_line("".join(traceback.format_exception(error)).rstrip())
+            print_error(failure)
+        watchdog.presence.on_end(how_it_ends(failure).state, str(failure))
+        raise failure from error
+
+
+@contextlib.contextmanager
+def aborting_others(presence: Presence) -> Iterator[None]:
+    """Record how the block ends; before training begins, tell the other ranks: they may wait until a timeout.
+
+    Raises:
+        LostRank: instead of an error in a collective or the store; the process ends here if the cause is known.
+    """
+    with presence.announced():
+        try:
+            yield
+        except Exception as error:
+            presence.on_end(how_it_ends(error).state, str(error))
+            if not presence.is_starting or presence.ranks.world_size == 1:
+                raise
+            if not isinstance(error, LostRank) and not _is_lost(error):
+                presence.abort_others(str(error) or repr(error), state=how_it_ends(error).state)
+                raise
+            presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
+            if isinstance(error, LostRank):
+                raise
+            message = "The connection to another rank was lost before training began: it has ended."
+            raise LostRank(message) from error
+
+
+@contextlib.contextmanager
+def loading_explained(rank: int, settings: str) -> Iterator[None]:
+    """Turn errors while the model is loaded into one sentence.
+
+    Raises:
+        TrainingError: instead of this rank's lack of memory; a restart would fail again.
+        LostRank: instead of an error in a collective, whose cause another rank reports.
+    """
+    try:
+        yield
+    except Exception as error:
+        if kind := exhausted_memory(error):
+            message = _describe_out_of_memory(error, kind, rank, "while the model was loaded", settings)
+            raise TrainingError(message) from error
+        if _is_lost(error):
+            message = "The connection to another rank was lost while the model was loaded: it has ended."
+            raise LostRank(message) from error
+        raise
+
+
+def exhausted_memory(error: Exception) -> str | None:
+    """Which memory an error says is exhausted, "GPU" or "host"; None if it is another error."""
+    text = str(error)
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+        return "host"
+    if isinstance(error, RuntimeError) and _HOST_MEMORY.search(text):
+        return "host"
+    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _GPU_MEMORY.search(text)):
+        return "GPU"
+    return "GPU" if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text) else None
+
+
+def _is_lost(error: Exception) -> bool:
+    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+        return True  # an error of the store, which ends with the rank that hosts it
+    in_words = isinstance(error, RuntimeError) and not isinstance(error, (TrainingError, Crashed))
+    return in_words and bool(_LOST.search(str(error)))
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of an error's text; for NCCL errors, which begin with a location in torch, their last message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    for before, line in itertools.pairwise(lines):
+        if before == "Last error:":
+            return f"NCCL: {line}"
+    return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
+
+
+def _describe_out_of_memory(error: Exception, kind: str, rank: int, where: str, settings: str) -> str:
+    if kind == "host":  # where offloaded tensors go
+        others = (setting for setting in settings.split(", ") if "offload" not in setting)
+        settings = ", ".join(["more memory in the machine", *others])
+    return f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: {settings}."

@@ -1,0 +1,342 @@
+"""Starts one process per visible GPU when training is started as a single process.
+
+A process that torchrun has started with others, or that was told to be the only one, continues as a worker. Any other
+becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.supervision.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
+from fsdp_qlora.utils.errors import ENDINGS, UserError, note_reason, write_line
+
+if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wrong options are quick
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+# Slurm sends SIGUSR1 when the time is nearly over.
+_STATUS_OF_SIGNAL = {
+    signal.SIGTERM: ENDINGS["preempted"].exit_code,
+    signal.SIGUSR1: ENDINGS["preempted"].exit_code,
+    signal.SIGHUP: ENDINGS["preempted"].exit_code,
+    signal.SIGINT: ENDINGS["interrupted"].exit_code,
+}
+_LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
+WORKER = ("-u", "-m", "fsdp_qlora", "train")
+
+# Variables that an agent sets for its workers, besides those that start with TORCHELASTIC_. Those of an outer agent
+# would give ours, and its workers, a wrong rank or port.
+_AGENT_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+
+
+class WorkersEnd(NamedTuple):
+    """How the workers have ended. reason: of the one that failed first, empty if none has."""
+
+    status: int
+    reason: str
+
+
+def is_from_an_agent(name: str) -> bool:
+    """Whether torchrun sets this environment variable for its workers."""
+    return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
+
+
+def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER) -> int | None:
+    """Start the workers and wait for them, if this process is not a worker itself.
+
+    Args:
+        argv: the arguments after the program's name; the workers get the same.
+        worker: what python is given before them.
+    Returns:
+        None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
+        the one in errors.ENDINGS if a signal ended the run, or 0.
+    Raises:
+        UserError: more processes are requested than there are visible GPUs, or their number differs from torchrun's.
+    """
+    if not _is_lone_by_default(argv):
+        _check_started_by_another(config)
+    else:
+        processes, reason = _processes_wanted(config)
+        if processes > 1:
+            return _start(processes, reason, [*worker, *argv], config).status
+    _end_with_parent()
+    return None
+
+
+def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
+    """Start the workers, even a single one, and wait for them, so that nothing of the run stays in this process.
+
+    Args and Raises: as for `relaunch_if_needed`.
+    """
+    processes, reason = (1, "") if config.is_preview else _processes_wanted(config)
+    return _start(processes, reason, [*WORKER, *argv], config)
+
+
+def _start(processes: int, reason: str, words: list[str], config: TrainConfig) -> WorkersEnd:
+    # Where the processes meet: torch's own socket would listen on every interface.
+    with socket.create_server(("localhost", 0)) as meeting_point:
+        if processes > 1:  # print and not the logger, which is set up in the workers
+            print(f"Starting {processes} processes, {reason}.", flush=True)
+        return _run_workers(processes, words, meeting_point)
+
+
+def is_started_by_others() -> bool:
+    """Whether torchrun, or somebody else, has made this process one rank of a run."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+# --- how this process was started ---
+
+
+def _is_lone_by_default(argv: list[str]) -> bool:
+    """Whether this process is the only one of the run, though nobody asked for a single one."""
+    others = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return not others and not (by_torchrun and _torchrun_was_told_processes(argv))
+
+
+def _torchrun_was_told_processes(argv: list[str]) -> bool:
+    """Whether torchrun was given a number of processes; its workers cannot tell this from WORLD_SIZE=1."""
+    if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
+        return True
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return True  # no /proc: keep the single process that torchrun started
+    # Parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. In ARGV the same flag is ours.
+    torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
+    # torchrun's parser takes abbreviations; no other option of it starts with --np.
+    return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
+
+
+def _check_started_by_another(config: TrainConfig) -> None:
+    """Refuse a number of processes that differs from torchrun's."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return
+    local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.nproc_per_node not in (-1, local, total):
+        started = f"{local} process{'es' if local > 1 else ''}"
+        raise UserError(
+            f"torchrun has started {started} on this machine, but the options of the training ask for "
+            f"{config.nproc_per_node}. Leave out --world_size and --nproc_per_node of the training."
+        )
+
+
+def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
+    """The number of processes on this machine, and the reason in words."""
+    requested = config.nproc_per_node
+    if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
+        raise UserError(
+            f"{requested} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
+        )
+    if requested >= 1:
+        return requested, "as asked for"
+    return 1 if config.device == "cpu" else max(1, _visible_gpus()), "one per visible GPU"
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# --- torch in a process of ours ---
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch without the collector: its walks over torch's modules, none of them garbage, are a sixth."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def set_torch_variables() -> None:
+    """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
+    # Steps and prompts differ in length, and would fragment fixed segments. bitsandbytes initializes CUDA on import.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # We report a lost rank in one sentence; torch would add pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+# --- the launcher ---
+
+
+def _run_workers(processes: int, words: list[str], meeting_point: socket.socket) -> WorkersEnd:
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
+            port = meeting_point.getsockname()[1]
+            launch = _launch_config(processes, port=port, folder=folder)
+            # The agent opens a server at this port too; multi_tenant makes it share this one.
+            descriptor = meeting_point.detach()
+            server = TCPStore("localhost", port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
+            try:
+                elastic_launch(launch, sys.executable)(*words)
+            finally:
+                del server  # as long as the workers may need it
+    except ChildFailedError as error:
+        rank, exit_code, reason = _cause(error.failures)
+        return WorkersEnd(_report_failure(rank, exit_code, reason), reason)
+    except SignalException as error:
+        reason = f"Stopped by {error.sigval.name}; all processes have ended."
+        write_line(reason)
+        return WorkersEnd(_STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval), reason)
+    return WorkersEnd(0, "")
+
+
+@contextlib.contextmanager
+def _environment_of_launcher(folder: str) -> Iterator[None]:
+    """Prepare the environment for the workers; then restore it, and pass a final ending on to an outer torchrun."""
+    before, note = dict(os.environ), Path(folder) / "end.json"
+    try:
+        _prepare_environment()
+        os.environ[NOTE_FILE] = str(note)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        forward_exit(note)
+
+
+def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.store.connect`
+        rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
+        rdzv_endpoint=f"localhost:{port}",
+        rdzv_configs={"rank": 0},
+        local_addr="localhost",  # torch's default, the machine's full name, cannot be resolved everywhere
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),  # deleted with the folder; the agent does not delete its own
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
+    )
+
+
+def _prepare_environment() -> None:
+    """Set up the environment that the workers inherit."""
+    os.environ.pop(_LAUNCHER_PID, None)  # of a worker that has started this launcher
+    _end_with_parent()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, _stop_with_workers)
+    if is_restart():
+        os.environ[AUTO_RESTART] = "1"
+    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if "TORCHELASTIC_RUN_ID" in os.environ else "600")
+    for name in filter(is_from_an_agent, list(os.environ)):
+        del os.environ[name]
+    os.environ[_LAUNCHER_PID] = str(os.getpid())
+    _let_workers_find_us()
+    # As torchrun does: several processes with a thread per core each would compete.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The agent logs each failed or stopped worker; our one line replaces that.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+
+
+def _stop_with_workers(number: int, frame: FrameType | None) -> None:
+    """Ctrl-Z: stop the workers, which are in sessions of their own, and this process; `fg` and `bg` continue all."""
+    workers = psutil.Process().children()
+    for worker in workers:
+        worker.suspend()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)  # until SIGCONT
+    signal.signal(number, _stop_with_workers)
+    for worker in workers:
+        worker.resume()
+
+
+def _let_workers_find_us() -> None:
+    """Let `-m fsdp_qlora` find this package from any folder, and nothing else in the folder that it is started in."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+    ours = str(Path(__file__).resolve().parents[3])
+    if ours not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+
+
+def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
+    """Rank, exit code and reason of the worker that most likely failed first.
+
+    Workers that fail as a consequence may fail in the same second. Bad input (2) is never a consequence; a signal
+    often is.
+    """
+
+    def order(rank: int) -> tuple[int, bool, bool]:
+        failure = failures[rank]
+        return failure.timestamp, failure.exitcode != 2, failure.exitcode < 0
+
+    rank = min(failures, key=order)
+    message: Any = failures[rank].message  # what errors.note_reason left, or torch's own words
+    return rank, failures[rank].exitcode, message["message"] if isinstance(message, dict) else str(message)
+
+
+def _report_failure(rank: int, exit_code: int, reason: str) -> int:
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status."""
+    note_reason(f"Rank {rank}: {reason}")
+    if exit_code > 0:
+        has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
+        who, why = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
+        message, status = f"{who} with exit code {exit_code}; the {why} is above.", exit_code
+    else:
+        message, status = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
+        if -exit_code == signal.SIGKILL:
+            message += " The machine may have run out of memory: see dmesg."
+    write_line(message)
+    return status
+
+
+# --- the end of what an agent has started ---
+
+
+def _end_with_parent() -> None:
+    """End this process soon after its launcher or torchrun has died without ending it, as by SIGKILL."""
+    parent = os.environ.get(_LAUNCHER_PID)
+    if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    threading.Thread(target=_watch, args=(int(parent or os.getppid()),), daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    """Send this process SIGTERM, which saves and ends, within a second; end it if that takes long."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    with contextlib.suppress(OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+    os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,252 @@
+"""Heartbeats between the ranks, from the first contact to the end of training, through the store they share.
+
+Before training ranks wait for each other in places that may rightly take long (a download, the reading of a model), in
+collectives and in the store. If a rank has failed or was never started, this ends the wait: each rank sends heartbeats
+and watches one other, and the first one that fails tells all why.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+import psutil
+import torch.distributed as dist
+
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import MAX_WAIT_MINUTES
+from fsdp_qlora.distributed.supervision.clock import within
+from fsdp_qlora.utils.errors import ENDINGS, note_reason, write_line
+
+POLL_SECONDS = 0.5
+PAUSE_SECONDS = 10.0  # between two looks: the whole machine was paused, so all times are too old
+_PULSE_SECONDS = 2.0  # between heartbeats
+_SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL alone would wait for many minutes
+_OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and have words of their own for it
+_ABORT = "abort"
+_STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
+
+
+class BoundedStore:
+    """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
+
+    Args:
+        seconds: for each, without those in which this process's parent, a launcher that may keep the store, is stopped.
+    Raises:
+        TimeoutError: by a request that is not answered in `seconds`.
+        Exception: raised by the store.
+    """
+
+    def __init__(self, store: dist.Store, *, seconds: float) -> None:
+        self._store, self._seconds, self._parent = store, seconds, os.getppid()
+
+    def __getattr__(self, request: str) -> Callable[..., Any]:
+        """A request of the store: set, get, check, compare_set."""
+        send = getattr(self._store, request)
+        return lambda *arguments: within(self._seconds, partial(send, *arguments), counts=self._is_parent_awake)
+
+    def _is_parent_awake(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._parent).status() != psutil.STATUS_STOPPED
+        return True
+
+
+class Presence:
+    """This rank's heartbeats, its neighbour's, and the reason of the first rank that fails.
+
+    Args:
+        store: shared by all ranks; this object has a connection of its own.
+        hang_minutes: how long a rank may be missing before training begins, 5 at most (and for 0).
+    Attributes:
+        is_starting: False from the first step on.
+        on_end: called with a key of errors.ENDINGS and the reason before this process ends by a failure or a stop.
+        where: words for messages: the point that this rank has reached.
+        watch: called twice a second by this object's thread.
+    """
+
+    def __init__(self, store: dist.Store, ranks: Ranks, *, hang_minutes: float) -> None:
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # its annotations lack it
+        self._store = BoundedStore(own, seconds=_SILENT_SECONDS) if ranks.world_size > 1 else own
+        self.ranks = ranks
+        self.is_starting = True
+        self.on_end: Callable[[str, str], None] = lambda state, reason: None
+        self.where: Callable[[], str] = lambda: "before training began"
+        self.watch: Callable[[], None] = self.check_peers
+        self._missing_seconds = 60 * min(hang_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES)
+        self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
+        self._agent = os.getppid()  # if torchrun has started this process
+        self._lock = threading.Lock()  # one request to the store at a time
+        self._has_lost_store = self._is_silent = False
+        self._heard = b""  # the neighbour's last heartbeat
+        self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
+        # Seen when, and which rank ends the run why and how. Kept, since the store may end before this rank does.
+        self._abort: tuple[float, int, str, str] | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="presence", daemon=True)
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Send heartbeats, and end this process if another rank fails or is missing, until training begins."""
+        if self.ranks.world_size > 1:
+            self._begin()
+        try:
+            yield
+        finally:
+            self.stop()
+        self.mark_done()
+
+    def begin_training(self, where: Callable[[], str], watch: Callable[[], None]) -> None:
+        """From now on `watch` is called, which calls `check_peers`, and silence counts sooner."""
+        self.is_starting, self.where, self.watch = False, where, watch
+        self._begin()
+
+    def _begin(self) -> None:
+        self._heard_at = self._looked_at = time.monotonic()
+        self._announce()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, so that `watch` is called no more."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _work(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            self.watch()
+
+    def mark_done(self) -> None:
+        """Silence no longer counts: all ranks end what they do together."""
+        self._set(f"alive/{self.ranks.rank}", _DONE.decode())
+
+    def abort_others(self, reason: str, *, state: str = "failed") -> None:
+        """Make all other ranks end with this reason, unless another one was first. state: a key of errors.ENDINGS."""
+        with self.using_store() as store:
+            store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason, state]))
+        if self.ranks.world_size > 1 and self.ranks.is_rank_0:
+            time.sleep(2 * POLL_SECONDS)  # the store ends with this process: the others must read it first
+        elif self.is_starting:
+            # Rank 0 may fail as well, and killed by the launcher it would leave the lock of the run's folder behind.
+            time.sleep(4 * POLL_SECONDS)
+
+    def abort_or_exit(self, reason: str, *, state: str = "failed") -> None:
+        """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
+        self.abort_others(reason, state=state)
+        self._exit_if_aborted_elsewhere()
+
+    def exit_if_aborted(self, seconds: float) -> None:
+        """End this process if another rank soon reports that it ends the run."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._exit_if_aborted_elsewhere()
+            time.sleep(0.1)
+
+    def check_peers(self) -> None:
+        """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
+        now = time.monotonic()
+        if now - self._looked_at > PAUSE_SECONDS:
+            self._heard_at = now
+        self._looked_at = now
+        self._exit_if_aborted_elsewhere(grace=_OWN_REASON_SECONDS if self.is_starting else 0.0)
+        if self.ranks.world_size > 1 and self._abort is None:
+            self._exchange_heartbeats(now)
+            if self._is_silent or now - self._heard_at > self._silence_limit():
+                self._exit_for_silence()
+
+    @contextlib.contextmanager
+    def using_store(self) -> Iterator[Any]:
+        """Use the store; if it has died with its host, or does not answer, replace it by an empty local one."""
+        with self._lock:
+            try:
+                yield self._store
+            except Exception as error:
+                self._store, self._has_lost_store = dist.HashStore(), True
+                self._is_silent = isinstance(error, TimeoutError)
+
+    def _set(self, key: str, value: str) -> None:
+        with self.using_store() as store:
+            store.set(key, value)
+
+    def _announce(self) -> None:
+        self._pulse_at = time.monotonic()
+        kind = _STARTING if self.is_starting else _TRAINING
+        self._set(f"alive/{self.ranks.rank}", f"{kind.decode()} {self._pulse_at}")
+
+    def _exchange_heartbeats(self, now: float) -> None:
+        """Send a heartbeat every few seconds, and look for the neighbour's."""
+        if now - self._pulse_at > _PULSE_SECONDS:
+            self._announce()
+            with self.using_store() as store:
+                if store.check([f"alive/{self._neighbour}"]):
+                    heard = store.get(f"alive/{self._neighbour}")
+                    if heard != self._heard:
+                        self._heard, self._heard_at = heard, now
+        if self._heard == _DONE:
+            self._heard_at = now
+
+    def _silence_limit(self) -> float:
+        """Seconds that the neighbour may be silent. While it reads a model, Python may stand still for a while."""
+        if self._has_lost_store or self._heard.startswith(_TRAINING):
+            return _SILENT_SECONDS
+        if not self._heard:
+            return self._missing_seconds
+        return max(_SILENT_SECONDS, self._missing_seconds)
+
+    def _exit_if_aborted_elsewhere(self, grace: float = 0.0) -> None:
+        if self._abort is None:
+            with self.using_store() as store:
+                if store.check([_ABORT]):
+                    self._abort = (time.monotonic(), *json.loads(store.get(_ABORT)))
+        if self._abort is None:
+            return
+        at, rank, reason, state = self._abort
+        if rank != self.ranks.rank and time.monotonic() - at >= grace:
+            self._end(state, f"Ended because of rank {rank}: {reason}", reason)
+
+    def _exit_for_silence(self) -> None:
+        message = self._describe_silence()
+        write_line(f"[rank {self.ranks.rank}] error: {message}")
+        self.abort_others(message)
+        if self._is_silent and "TORCHELASTIC_RUN_ID" in os.environ:
+            self._end_agent()
+        self._end("failed", message, message, is_said=True)
+
+    def _end_agent(self) -> None:
+        """End torchrun's agent: it uses the lost store too, and might wait a quarter of an hour for TCP to give up."""
+        for number in (signal.SIGTERM, signal.SIGKILL):  # where it waits in C++, no signal is handled
+            if os.getppid() == self._agent:
+                os.kill(self._agent, number)
+                time.sleep(4)
+
+    def _end(self, state: str, message: str, reason: str, *, is_said: bool = False) -> NoReturn:
+        """End this process. torchrun shows the reason of the first rank; ranks without it show their own."""
+        self.on_end(state, reason)
+        if not is_said and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            write_line(f"[rank {self.ranks.rank}] {message}")
+        note_reason(message)
+        os._exit(ENDINGS[state].exit_code)
+
+    def _describe_silence(self) -> str:
+        if self._has_lost_store:
+            return (
+                f"The store of all ranks has not answered for {_SILENT_SECONDS:.0f} s: rank 0, or the launcher that "
+                "keeps it, has ended, or its machine cannot be reached."
+            )
+        if not self._heard:
+            with self.using_store() as store:
+                absent = [rank for rank in range(self.ranks.world_size) if not store.check([f"alive/{rank}"])]
+            names = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent or [self._neighbour]))}"
+            return (
+                f"{names} did not come within {self._missing_seconds / 60:.3g} minutes: not started, ended before it "
+                "met the others (its own output says why), or out of reach."
+            )
+        return (
+            f"Rank {self._neighbour} has given no sign of life for {self._silence_limit():.0f} s, {self.where()}: "
+            "its process has ended or is stopped, or its machine cannot be reached."
+        )

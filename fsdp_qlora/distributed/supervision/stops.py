@@ -1,0 +1,222 @@
+"""Why and when a run stops or saves: signals, budgets and the clock, agreed on by all ranks once per step.
+
+A signal may reach only one rank, and ranks are at different points when it does. So in training a rank only records it
+and sends it to the others with the numbers exchanged in every step; all act on it after the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from fsdp_qlora.distributed.supervision import clock
+from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError
+
+if TYPE_CHECKING:  # torch is imported while signals are handled already
+    import torch
+
+
+class Stop(NamedTuple):
+    """state: a key of errors.ENDINGS."""
+
+    state: str
+    reason: str
+
+
+# Ranks send each other the index; the highest one counts.
+STOPS = (
+    None,
+    Stop("over_budget", "--max_hours is used up"),
+    Stop("preempted", "SIGUSR1"),
+    Stop("preempted", "SIGHUP"),
+    Stop("preempted", "SIGTERM"),
+    Stop("interrupted", "SIGINT"),
+)
+_OF_SIGNAL: dict[int, int] = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+NUM_FLAGS = 4  # of Control.flags
+_SAME_KEY_PRESS_SECONDS = 0.5
+_END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals of a child are its own
+
+
+class Signals:
+    """The signals that stop a run, from its start to its end.
+
+    Args:
+        ends_process: whether the process ends soon after the run. Until then a signal that is repeated has no effect.
+    Attributes:
+        wish: the index in STOPS of the most urgent one that has come, 0 for none.
+        is_starting: False from the first step on, when a signal is a request to stop. Before it ends the start at once.
+    """
+
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self.wish, self.is_starting, self._ends_process = 0, True, ends_process
+        self._process = os.getpid()
+        self._interrupted_at: float | None = None
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals in the block, in the main thread (others cannot). May be nested.
+
+        Raises:
+            RunStopped: one has come before training began; instead of whatever leaves the block then. It may be an
+                error of torch, in whose dispatch it came, or of a connection that another rank has closed.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
+        numbers = [number for number in _OF_SIGNAL if is_main and not (is_nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            with self._ended_in_time() if is_main else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            stop = STOPS[self.wish]
+            if stop is None or not self.is_starting or isinstance(error, RunStopped):
+                raise
+            message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
+            raise RunStopped(stop.state, message) from error
+        finally:
+            for number, earlier in before.items() if not (self.wish and self._ends_process) else ():
+                signal.signal(number, earlier)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process and not self.is_starting and number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)  # a child that a reward function has started, and ends
+            signal.raise_signal(number)
+        now = clock.awake()
+        if number == signal.SIGINT:
+            # A terminal and torchrun may both forward the same Ctrl-C.
+            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
+                os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
+                os._exit(ENDINGS["interrupted"].exit_code)
+            self._interrupted_at = self._interrupted_at or now
+        is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[number])
+        if is_first and self.is_starting:
+            raise KeyboardInterrupt  # which no library takes for an error of its own
+
+    @contextlib.contextmanager
+    def _ended_in_time(self) -> Iterator[None]:
+        """If a signal comes in the block before training begins, end the process unless the block soon ends.
+
+        By a thread, which Python tells of the signal: in C++, as where ranks meet, the main thread calls no handler.
+        """
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        has_ended = threading.Event()
+
+        def end_in_time() -> None:
+            with reader:
+                while received := reader.recv(1):
+                    stop = STOPS[_OF_SIGNAL.get(received[0], 0)]
+                    if stop and self.is_starting and not has_ended.wait(_END_SECONDS) and self.is_starting:
+                        os._exit(ENDINGS[stop.state].exit_code)
+
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=end_in_time, name="signals", daemon=True).start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            signal.set_wakeup_fd(before)
+            writer.close()
+
+
+@dataclass
+class Budget:
+    """The time that a run may take.
+
+    used_seconds: by earlier starts. reserve_seconds: the time that the last of them reserved for a step and a save.
+    """
+
+    max_hours: float | None = None
+    used_seconds: float = 0.0
+    reserve_seconds: float = 0.0
+
+    def check(self) -> None:
+        """Raise RunStopped if earlier starts have used up the budget, before anything is loaded."""
+        if self.is_used_up(self.reserve_seconds):
+            message = "Not started: --max_hours is used up by this run's earlier starts. Raise it to resume."
+            raise RunStopped("over_budget", message)
+
+    def is_used_up(self, seconds: float) -> bool:
+        """Whether `seconds` of this start use up the budget with earlier starts."""
+        return self.max_hours is not None and (self.used_seconds + seconds) / 3600 >= self.max_hours
+
+
+class Control:
+    """This rank's request to stop or save, and what all ranks have agreed on.
+
+    Args:
+        save_seconds: between checkpoints, 0 for none by the clock; started: clock.elapsed() of the run's start.
+            Rank 0's clock and budget decide for all.
+        signals: of this process; none come if it is not given.
+    Attributes:
+        heartbeat: the position of the training thread, for the watchdog.
+        stop: why all ranks stop after this step; None to continue.
+        save: whether all ranks save after this step.
+        is_writing: whether this rank writes a checkpoint in the background. is_written: whether no rank does.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_rank_0: bool = True,
+        budget: Budget | None = None,
+        save_seconds: float = 0.0,
+        started: float | None = None,
+        signals: Signals | None = None,
+    ) -> None:
+        self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
+        self.started = clock.elapsed() if started is None else started
+        self.signals, self.heartbeat = signals or Signals(), Heartbeat()
+        self.stop: Stop | None = None
+        self.save = False
+        self.is_writing: Callable[[], bool] = lambda: False
+        self.is_written = False
+        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
+        self._steps, self._saves = clock.Longest(), clock.Longest()
+
+    def reserve_seconds(self) -> float:
+        """Time for the rest of this step, another step and a save, with some margin."""
+        return 2 * self._steps.seconds + 1.5 * self._saves.seconds
+
+    def used_seconds(self) -> float:
+        """The run's duration so far, including earlier starts."""
+        return self.budget.used_seconds + clock.elapsed() - self.started
+
+    def flags(self, step: int) -> list[float]:
+        """This rank's flags for the others: its step, why to stop, whether to save, whether it still writes."""
+        if not self.is_rank_0:
+            return [step, self.signals.wish, 0, self.is_writing()]
+        now = clock.elapsed()
+        over_budget = self.budget.is_used_up(now - self.started + self.reserve_seconds())
+        is_due = 0 < self.save_seconds <= now - self._saved_at
+        return [step, max(self.signals.wish, over_budget), is_due, self.is_writing()]
+
+    def agree(self, flags: torch.Tensor) -> None:
+        """Decide from the flags of all ranks, [ranks, NUM_FLAGS], as every other rank does.
+
+        Raises:
+            TrainingError: the ranks are not at the same step.
+        """
+        steps = flags[:, 0].int().tolist()
+        if len(set(steps)) > 1:
+            raise TrainingError(f"The ranks are at different steps, from rank 0 on: {', '.join(map(str, steps))}.")
+        stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
+        self.stop, self.save, self.is_written = STOPS[int(stop)], save > 0, not writing
+        now = clock.awake()
+        self._steps.add(now - self._agreed_at)
+        self._agreed_at = now
+
+    def saved(self, seconds: float) -> None:
+        """Record the duration of a save that has just ended."""
+        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
+        self._saves.add(seconds)

@@ -1,0 +1,137 @@
+"""Ends the process when training hangs or another rank has failed, from the thread of this rank's presence.
+
+The training thread may be in a collective that never ends, so the watchdog reports which rank the others wait for,
+writes all threads' stacks to a file, and exits.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fsdp_qlora.distributed.supervision.clock import PHASES, Heartbeat
+from fsdp_qlora.distributed.supervision.presence import PAUSE_SECONDS, Presence
+from fsdp_qlora.utils.errors import ENDINGS, RunStopped, note_reason, write_line
+
+_ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
+
+
+class Watchdog:
+    """Watches this rank's heartbeat and, through its presence, the other ranks during training.
+
+    Args:
+        hang_minutes: without a heartbeat before the process ends; 0 for no limit.
+        output_dir: for hang_rank_N.txt.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path) -> None:
+        self.heartbeat, self.presence, self.ranks = heartbeat, presence, presence.ranks
+        self.hang_seconds = hang_minutes * 60
+        self.output_dir = output_dir
+        self._looked_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        self.heartbeat.beat(self.heartbeat.step, PHASES[0])
+        self._looked_at = time.monotonic()
+        self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}", self._check)
+        is_agreed = False  # all ranks end their training; otherwise this rank's silence is to end the others
+        try:
+            yield
+            is_agreed = True
+        except RunStopped:
+            is_agreed = True
+            raise
+        finally:
+            self.presence.stop()
+            if is_agreed:
+                self.presence.mark_done()
+
+    def _check(self) -> None:
+        """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
+        now = time.monotonic()
+        if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
+            self.heartbeat.at = now
+        self._looked_at = now
+        self.presence.check_peers()
+        if self.hang_seconds and now - self.heartbeat.at > self.hang_seconds:
+            self._end_hanging()
+
+    def _end_hanging(self) -> None:
+        stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
+        with contextlib.suppress(OSError):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            with stacks.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        positions = self._gather_positions()
+        with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
+            bindings = torch._C._distributed_c10d
+            # torch 2.13 has the second only.
+            dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
+            stacks.with_suffix(".json").write_bytes(dump())
+        message = _describe_hang(positions, self.ranks.world_size, self.hang_seconds)
+        if self.ranks.rank == min(positions):  # one message, from the first rank that still answers
+            write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
+            note_reason(message)
+            self.presence.on_end("hung", message)
+        os._exit(ENDINGS["hung"].exit_code)
+
+    def _gather_positions(self) -> dict[int, dict[str, Any]]:
+        """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few seconds."""
+        where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
+        beat = self.heartbeat
+        own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
+        positions = {self.ranks.rank: own}
+        end = time.monotonic() + _ANSWER_SECONDS
+        with self.presence.using_store() as store:
+            store.set(f"hang/{self.ranks.rank}", json.dumps(own))
+            while len(positions) < self.ranks.world_size and time.monotonic() < end:
+                for rank in set(range(self.ranks.world_size)) - positions.keys():
+                    if store.check([f"hang/{rank}"]):
+                        positions[rank] = json.loads(store.get(f"hang/{rank}"))
+                time.sleep(0.1)
+        time.sleep(1)  # no rank may end, and the store with it, before all have read it
+        return positions
+
+
+def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
+    def position(rank: int) -> tuple[bool, int, int]:
+        own = positions[rank]
+        return own["step"], PHASES.index(own["phase"]), own["is_waiting"]
+
+    silent = sorted(set(range(world_size)) - positions.keys())
+    first = min(map(position, positions))
+    late = [rank for rank in sorted(positions) if position(rank) == first]
+    nothing = f"No rank has made progress for {seconds / 60:.3g} minutes"
+    if silent:
+        return (
+            f"{nothing}. Rank {', '.join(map(str, silent))} does not answer: its process or machine is gone or stuck."
+        )
+    places = "; ".join(
+        f"rank {rank} at step {own['step']}, {own['phase']}, in {own['where']}"
+        for rank, own in sorted(positions.items())
+    )
+    if len(late) == world_size:
+        return f"{nothing}, and all are at the same point: {places}."
+    return f"{nothing}. The others wait for rank {', '.join(map(str, late))}: {places}."
+
+
+def _where(frame: FrameType | None) -> tuple[str, bool]:
+    """The innermost line of this package on a thread's stack, and whether the thread waits in a collective."""
+    is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
+    package = str(Path(__file__).parents[2])
+    while frame is not None and not frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    if frame is None:
+        return "code that is not ours", is_waiting
+    path = Path(frame.f_code.co_filename).relative_to(package)
+    return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})", is_waiting

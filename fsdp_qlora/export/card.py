@@ -1,0 +1,132 @@
+"""Describes a result: training.json for programs, and README.md, the model card, for people."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from huggingface_hub import ModelCardData
+
+from fsdp_qlora import __version__
+from fsdp_qlora.config.text import identity_settings
+from fsdp_qlora.config.train_types import PACKAGES, TrainType
+from fsdp_qlora.data.text.rendering import TEMPLATE, example_prompts
+from fsdp_qlora.utils.environment import versions
+from fsdp_qlora.utils.hub import public_name
+from fsdp_qlora.utils.redact import redact_values
+from fsdp_qlora.utils.run_files import CARD, RECORD
+
+_TEMPLATE = Path(__file__).resolve().parent / "card.md"
+# The training.json of an adapter from another program.
+_UNKNOWN: dict[str, Any] = {
+    "format": 1, "base": {}, "run_id": None, "parent": None, "step": None, "num_tokens": None, "losses": {"loss": None},
+    "prompt": None, "data": [], "eval_data": [], "settings": {}, "versions": {},
+}  # fmt: skip
+_KINDS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
+_PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
+
+
+class Base(NamedTuple):
+    """The base model as a result names it. is_on_hub: whether loaders find it by this name."""
+
+    name: str
+    is_on_hub: bool
+
+    @classmethod
+    def of(cls, model_name: str, published: str | None = None) -> "Base":
+        """Make it of a --model_name. published: a name on the hub for it."""
+        name = published or public_name(model_name)
+        return cls(name, is_on_hub="/" in name or not Path(model_name).expanduser().is_dir())
+
+
+def training_record(
+    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, kind: TrainType
+) -> dict[str, Any]:
+    """The content of training.json.
+
+    Args:
+        about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in the checkpoint.
+    """
+    step = progress["step"]
+    losses = {"loss": progress.get("loss")}
+    if progress.get("first_eval_loss") is not None:
+        losses["first_eval_loss"] = progress["first_eval_loss"]
+    if progress.get("last_eval_step") == step:
+        losses["eval_loss"] = progress.get("eval_loss")
+    found, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
+    record = {
+        "format": 1,
+        "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
+        "run_id": about["run_id"],
+        "parent": about.get("parent"),
+        "step": step,
+        "num_tokens": progress.get("num_tokens"),
+        "rows_per_step": about.get("global_batch_size"),
+        "losses": losses,
+        "precision": about["facts"].get("precision"),
+        "prompt": about.get("prompt"),
+        "data": about.get("data", []),
+        "eval_data": about.get("eval_data", []),
+        "settings": identity_settings(about["options"])[0],
+        "versions": {name: found[name] for name in shown if name in found},
+    }
+    # As in a checkpoint's JSON, so that a run and `export` write the same.
+    return dict(json.loads(json.dumps(redact_values(record))))
+
+
+def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
+    """File name -> text: training.json and the model card.
+
+    Args:
+        kind: of the adapter; None for a whole model.
+    """
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return {RECORD: text, CARD: _card(record, kind)}
+
+
+def merged_documents(
+    earlier: Mapping[str, Any], base: Base, settings: Mapping[str, Any], merged: Mapping[str, str]
+) -> dict[str, str]:
+    """File name -> text: training.json and the model card of an adapter that was merged into its base.
+
+    Args:
+        earlier: the adapter's training.json; empty if it is not of this program, and `base` and `settings` count then.
+        merged: adapter, the name of its folder; kind, lora or dora; into, original or dequantized.
+    """
+    if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
+        earlier = {**_UNKNOWN, "base": base._asdict(), "settings": dict(settings)}
+    record = {**earlier, "merged": {**merged, "version": __version__}}
+    return documents(record, kind=None)
+
+
+def _card(record: Mapping[str, Any], kind: str | None) -> str:
+    name = record["base"]["name"]
+    base = Base(name, record["base"].get("is_on_hub", "/" in name))
+    preference = [name for name in (record["settings"].get("objective", "sft"),) if name != "sft"]
+    metadata = ModelCardData(
+        base_model=base.name if base.is_on_hub else None,
+        library_name="peft" if kind else "transformers",
+        pipeline_tag="text-generation",
+        tags=[*([kind] if kind else []), "fsdp_qlora", *preference],
+    )
+    prompt, eval_loss = record["prompt"], record["losses"].get("eval_loss")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["name"] = _escape
+    return environment.from_string(_TEMPLATE.read_text()).render(
+        {"merged": None, **record},
+        metadata=metadata.to_yaml(),
+        base=base,
+        kind=kind,
+        kinds=_KINDS,
+        perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 and not preference else None,
+        prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
+        changed=identity_settings(record["settings"])[1],
+    )
+
+
+def _escape(name: object) -> str:
+    """A name from outside in Markdown: one line, and no markup."""
+    return re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))

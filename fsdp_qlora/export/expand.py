@@ -1,0 +1,184 @@
+"""Block expansion (LLaMA Pro, Wu et al. 2024): adds copies of decoder blocks that are identities until trained.
+
+A new block is a copy of the block before it with zeros in the output projections of attention and MLP. It adds
+nothing to the residual stream, so the expanded model computes the same function. The indices of the new blocks are
+recorded in config.json (models.NEW_BLOCKS).
+"""
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_qlora.export.model_folder import (
+    build_plain_model,
+    check_is_new,
+    new_model_folder,
+    new_weights,
+    read_pieces,
+)
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.quantizers.bnb_4bit import take_packed
+from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
+from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils import hub
+from fsdp_qlora.utils.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
+    """Write a model folder with `expansion_rate` * blocks new blocks that computes the same function.
+
+    Memory holds one piece of a tensor at a time, and one block to check the identity.
+    """
+    check_is_new(out)
+    folder = hub.find_model_folder(model_name, with_weights=True)
+    config = models.load_config(folder, model_name)
+    if take_packed(config, model_name):
+        raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
+    origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
+    expanded_config = _expand_config(config, origins)
+    model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
+    added: list[int] = getattr(expanded_config, models.NEW_BLOCKS)
+    zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
+    weight_files = WeightFiles(folder)
+    copies, empty = _plan_copies(model, expanded, weight_files, origins, zeros)
+    for index in {tuple(names): index for index, names in zeros.items()}.values():
+        _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
+    forms = {name: weight_files.form(source) for name, source in copies.items()}
+    with (
+        new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial,
+        new_weights(partial, forms) as files,
+    ):
+        filled = {name: source for name, source in copies.items() if name not in empty}
+        for name, part, content in read_pieces(weight_files, filled, "Copying"):
+            files.write(name, part.start * content.element_size(), content)
+    log.info("It has %d blocks; new: %s", len(origins), ", ".join(map(str, added)))
+
+
+def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
+    """For each block of the expanded model, return its original block; the second of two equal numbers is the copy.
+
+    Copies are spread evenly, the last at the end: each ends a group of blocks of about the same size.
+    """
+    count = int(num_blocks * expansion_rate + 1e-9)
+    if not 1 <= count <= num_blocks:
+        raise UserError(
+            f"--expansion_rate {expansion_rate} would add {count} blocks to the model's {num_blocks}. Give a share "
+            f"of new blocks from {1 / num_blocks:.3g} (one block) to 1."
+        )
+    copied = {(number + 1) * num_blocks // count - 1 for number in range(count)}
+    return [block for block in range(num_blocks) for _ in range(1 + (block in copied))]
+
+
+def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
+    """The configuration with the blocks of `origins`: their number, and every list with an entry per block."""
+    content = config.to_dict()
+    text = config.get_text_config()
+    inside = content
+    if text is not config:
+        inside = next(part for name, part in content.items() if vars(config).get(name) is text)
+    old = text.num_hidden_layers
+    for name, value in inside.items():
+        if isinstance(value, list | tuple) and len(value) == old and not name.endswith(("_token_id", "_ids")):
+            inside[name] = [value[origin] for origin in origins]
+    inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
+    content[models.NEW_BLOCKS] = [index for index in range(1, len(origins)) if origins[index] == origins[index - 1]]
+    # _name_or_path is a local path, of no use to others.
+    content.pop("_name_or_path", None)
+    return type(config).from_dict(content)
+
+
+def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
+    """Names, below the block, of the weights and biases of the output projections of attention and MLP.
+
+    In each module of the block that is the last layer whose output is as wide as the residual stream.
+    """
+    width = config.get_text_config().hidden_size
+    names = []
+    for path, module in block.named_modules():
+        children = module.named_children()
+        outputs = [name for name, child in children if isinstance(child, nn.Linear) and child.out_features == width]
+        if loops_over_experts(module):
+            axis = 2 if is_transposed(module) else 1
+            own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
+            last = [name for name, shape in own.items() if len(shape) == 3 and shape[axis] == width][-1:]
+            names += [f"{path}.{name}" for name in (*last, *(f"{name}_bias" for name in last)) if name in own]
+        elif outputs:
+            layer = f"{path}.{outputs[-1]}".lstrip(".")
+            names += [f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()]
+    return names
+
+
+def _plan_copies(
+    model: PreTrainedModel,
+    expanded: PreTrainedModel,
+    weight_files: WeightFiles,
+    origins: Sequence[int],
+    zeros: dict[int, list[str]],
+) -> tuple[dict[str, str], set[str]]:
+    """Name in the expanded model's files -> its source in the model's; and the names of those that stay at 0."""
+    blocks = models.find_blocks(model)
+    path = next(path for path, module in model.named_modules() if module is blocks)
+    leaf = path.rpartition(".")[2]
+    shapes, old_shapes = ({name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model))
+    copies: dict[str, str] = {}
+    empty: set[str] = set()
+    for name, source in match_tensors(model, weight_files).sources.items():
+        parts = list(weight_files.origins(source))
+        # Experts are separate tensors in the files, under their own names.
+        names = {part: name if len(parts) == 1 and part == source else part for part in parts}
+        block = re.match(rf"{re.escape(path)}\.(\d+)\.(.*)", name)
+        if block is None:
+            copies |= {new: part for part, new in names.items()}
+            continue
+        for index in (index for index, origin in enumerate(origins) if origin == int(block[1])):
+            target = f"{path}.{index}.{block[2]}"
+            if shapes.get(target) != old_shapes[name]:
+                raise UserError(
+                    f"The model's blocks differ, and {target} of the expanded model has another shape than {name} of "
+                    "this one. Give an --expansion_rate that keeps the pattern of blocks, or another model."
+                )
+            for part, new in names.items():
+                new = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", new, count=1)
+                copies[new] = part
+                empty |= {new} if block[2] in zeros.get(index, ()) else set()
+    return copies, empty
+
+
+def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
+    """Check on random values that a block with these weights at zero is an identity. Raises UserError if not."""
+    blocks = models.find_blocks(model)
+    block = blocks[index]
+    path, _, leaf = next(path for path, module in model.named_modules() if module is blocks).rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, leaf, nn.ModuleList([block]))
+    values = {
+        name: torch.randn(parameter.shape, dtype=parameter.dtype)
+        * (name.removeprefix(f"{leaf}.0.") not in zeros)
+        * 0.02
+        for name, parameter in parent.named_parameters()
+        if parameter is not model.get_input_embeddings().weight
+    }
+    seen: list[Any] = []
+    block.register_forward_hook(
+        lambda module, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
+        with_kwargs=True,
+    )
+    hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
+    torch.func.functional_call(parent, values, kwargs={"inputs_embeds": hidden, "use_cache": False})
+    given, output = seen
+    output = output[0] if isinstance(output, tuple) else output
+    if not torch.equal(given, output):
+        raise UserError(
+            f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} changes its input. "
+            "Give a model of another family."
+        )

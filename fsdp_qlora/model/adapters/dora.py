@@ -1,0 +1,168 @@
+"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the weight.
+
+W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3);
+y = x W^T + b + x' (W' - W)^T, where x' is x with parts dropped.
+
+Shapes: x [.., in], of N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A x' [N, rank] and
+y [.., out]. Kept for the backward pass are x and u, as in lora.py, x' (W + s B A)^T and the norm.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fsdp_qlora.model.adapters.lora import (
+    LoraAdapter,
+    LoraLinear,
+    LowRankFunction,
+    Product,
+    as_before,
+    kept,
+    low_rank_grads,
+)
+from fsdp_qlora.model.architecture.chunking import piece_number
+from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.quantizers.base import QuantizedWeight, frozen_product
+
+_PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
+
+
+class _DoraProduct(torch.autograd.Function):
+    """y, given u = A x'.
+
+    frozen: the product without the bias, ||W||^2 of the rows, float32 [out], and the bias in the product's dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        magnitude: torch.Tensor,
+        frozen: tuple[Product, torch.Tensor, torch.Tensor | None],
+    ) -> torch.Tensor:
+        product, row_squares, bias = frozen
+        # Weights as attributes, see lora.py.
+        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), product
+        rows = x.flatten(0, -2)
+        inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
+        *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
+        norm = row_norms(of_A, lora_A, lora_B, row_squares, product.scaling)
+        rest = products[0].sub_(products[1]) if product.dropout else None  # x W^T - x' W^T
+        adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
+        ctx.save_for_backward(adapted, norm)
+        y = torch.mul(adapted, magnitude / norm, out=torch.empty_like(adapted))
+        for term in (rest, bias):
+            if term is not None:
+                y.add_(term)
+        return as_before(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_y = grads[0].flatten(0, -2)
+        x, low = kept(ctx)
+        adapted, norm = ctx.saved_tensors
+        (lora_A, _, magnitude), (base, scaling, dropout) = ctx.weights, ctx.product
+        grad_magnitude = _sum_of_products(adapted, grad_y) / norm
+        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
+        factors = dropout.factors(x) if dropout else None
+        grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
+        del x
+        grad_x = None
+        if ctx.needs_input_grad[0] and factors is None:
+            grad_x = base.multiply_grad(scaled).addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
+        elif ctx.needs_input_grad[0]:
+            through_A = grad_low @ lora_A.to(scaled.dtype)
+            change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
+            grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
+        if grad_x is not None:
+            grad_x = as_before(grad_x, grads[0])
+        return grad_x, None, grad_A, grad_B, grad_magnitude, None
+
+
+def row_norms(
+    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, row_squares: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """||W + s B A|| of the rows, float32 [out].
+
+    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for its
+    product with the few rows of A.
+
+    Args:
+        product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
+    """
+    with torch.autocast(autocast_kind(product), enabled=False):  # it would run these float32 products in 16 bits
+        lora_A, lora_B = lora_A.float(), lora_B.float()
+        with_update = torch.addmm(
+            product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
+        )
+        squares = row_squares + (with_update * lora_B).sum(dim=1)
+    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b summed over the rows, float32 [columns]; a is overwritten."""
+    if a.dtype != torch.float16:
+        return a.mul_(b).sum(dim=0, dtype=torch.float32)
+    total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
+    rows = max(1, _PIECE // a.shape[-1])
+    for piece_a, piece_b in zip(a.split(rows), b.split(rows), strict=True):
+        total += (piece_a.float() * piece_b).sum(dim=0)
+    return total
+
+
+class Magnitude(nn.Module):
+    """A trainable number per output row, fp32 in every precision: bf16 cannot represent changes below 0.4%.
+
+    Parameters:
+        weight: m, trainable, float32 [out].
+        row_squares: ||W||^2 of the base's rows, frozen, float32 [out].
+    """
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, device="meta", dtype=torch.float32))
+        self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+
+    def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and ||W||^2, gathered by FSDP2 for this call; FSDP2 of torch 2.11 fails on a call without arguments."""
+        return self.weight, self.row_squares
+
+
+class DoraAdapter(LoraAdapter):
+    """LoRA's two matrices and the magnitude, applied to a base layer."""
+
+    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__(in_features, out_features, rank=rank, scaling=scaling, dropout=dropout)
+        self.magnitude = Magnitude(out_features)
+
+    def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
+        """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
+        base, own_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
+        bias = own_bias.to(base.dtype) if isinstance(own_bias, torch.Tensor) else None
+        product = Product(base, self.scaling, self._draw_dropout())
+        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
+        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
+        # FSDP2 gathers at a call, and counts on one of each in a pass.
+        magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
+        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, (product, row_squares, bias))
+        return y
+
+
+class DoraLinear(LoraLinear):
+    """base_layer with DoRA on its weight."""
+
+    adapter = DoraAdapter
+    lora: DoraAdapter
+
+    @torch.no_grad()
+    def base_row_squares(self) -> torch.Tensor:
+        """||W||^2 per row of the base, float32 [out]. Only while its parameters are gathered."""
+        base = self.base_layer
+        weight = base.dequantize() if isinstance(base, QuantizedWeight) else base.weight
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()

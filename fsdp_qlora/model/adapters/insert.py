@@ -1,0 +1,340 @@
+"""Adapters as PEFT has them: options, choice of layers, insertion into a model, names of weights, configuration."""
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from peft import LoraConfig, TaskType
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_qlora.config.text import ALL, is_regex
+from fsdp_qlora.distributed.shards import local_part
+from fsdp_qlora.model.adapters.dora import DoraAdapter, DoraLinear, Magnitude
+from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
+from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.utils.errors import UserError
+
+# adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
+Adapted = LoraLinear | LoraExperts
+
+ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Options of an adapter, with the meaning of PEFT's LoraConfig.
+
+    rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
+    use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
+    init: initial values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
+    modules_to_save: embeddings and head that train in full. keeps_start: keep the values that training starts from too.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: Sequence[str] = ("all",)
+    target_parameters: Sequence[str] = ()
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    init: str = "true"
+    modules_to_save: Sequence[str] = ()
+    keeps_start: bool = False
+
+    def rank_of(self, path: str) -> int:
+        """The rank of the adapter on the layer at `path`."""
+        key = find_pattern(self.rank_pattern, path)
+        return self.rank if key is None else self.rank_pattern[key]
+
+    def scaling_of(self, path: str) -> float:
+        """The factor of B A on the layer at `path`."""
+        key = find_pattern(self.alpha_pattern, path)
+        return self.scaling(self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key])
+
+    def scaling(self, rank: int, alpha: float) -> float:
+        """alpha / rank, or rsLoRA's alpha / sqrt(rank)."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def reduces_base(init: str) -> bool:
+    """Whether the base becomes W - s B A, so that the adapted layer starts equal to the original one."""
+    return init.startswith(("pissa", "olora"))
+
+
+# --- the layers and parameters that get one, by names, regular expressions and patterns as in PEFT ---
+
+
+def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
+    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name matches none.
+
+    Args:
+        linears: paths of the linear layers of the decoder blocks.
+        requested: "all", "default" (PEFT's choice for the model type), one regular expression for whole paths, or
+            names: the last components of layers' paths.
+    """
+    leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
+    if len(requested) == 1 and requested[0] in ALL:
+        return list(linears)
+    if list(requested) == ["default"]:
+        if model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+            raise UserError(
+                f"lora_target_modules default: PEFT has no default for model type {model_type!r}. "
+                f"Use all, or name some of: {', '.join(leaves)}."
+            )
+        requested = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model_type]
+    if len(requested) == 1 and is_regex(requested[0]):
+        chosen = [path for path in linears if re.fullmatch(requested[0], path)]
+        if not chosen:
+            raise UserError(
+                f"lora_target_modules: the regular expression {requested[0]} matches no linear layer of the decoder "
+                f"blocks. It must match a whole path, such as {linears[0]}."
+            )
+        return chosen
+    what = "lora_target_modules: no linear layer"
+    return _select_named(linears, requested, what, f"{', '.join(leaves)} (or all)")
+
+
+def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
+    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
+    known = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
+    return _select_named(
+        parameters, requested, "lora_target_parameters: no expert parameter", ", ".join(known) or "none"
+    )
+
+
+def _select_named(paths: Sequence[str], names: Sequence[str], what: str, known: str) -> list[str]:
+    """The paths that end in one of these names. Raises UserError, which begins with `what`, for a name of none."""
+    chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
+    if unmatched := [name for name in names if not chosen[name]]:
+        raise UserError(f"{what} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {known}.")
+    found = set().union(*chosen.values())
+    return [path for path in paths if path in found]
+
+
+def find_pattern(patterns: Iterable[str], path: str) -> str | None:
+    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that matches."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
+    """Refuse patterns that are not the first match of any layer with an adapter."""
+    patterns = list(patterns)
+    if unused := set(patterns) - {find_pattern(patterns, path) for path in targets}:
+        leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
+        raise UserError(
+            f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "
+            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a pattern is a regular "
+            "expression for the end of a path."
+        )
+
+
+# --- insertion ---
+
+
+def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: LoraOptions) -> None:
+    """Freeze the model and put an adapter (fp32, meta device) beside each target layer."""
+    model.requires_grad_(False)
+    for path in targets:
+        wrapped = ADAPTERS[kind](
+            model.get_submodule(path),
+            rank=options.rank_of(path),
+            scaling=options.scaling_of(path),
+            dropout=options.dropout,
+        )
+        model.set_submodule(path, wrapped)
+
+
+def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:
+    """Put LoRA adapters (fp32, meta device) beside the 3-D expert parameters of a frozen model."""
+    modules: dict[str, list[str]] = {}
+    for path in parameters:
+        module, _, name = path.rpartition(".")
+        modules.setdefault(module, []).append(name)
+    for module, names in modules.items():
+        experts = model.get_submodule(module)
+        scaling = options.scaling(options.rank, options.alpha)
+        wrapped = LoraExperts(experts, names, rank=options.rank, scaling=scaling)
+        model.set_submodule(module, wrapped)
+
+
+def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Let the embeddings or the head of a frozen model train, in fp32. Raises UserError if they share their weights."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    trainable = {path: module for path, module in model.named_modules() if module in ends}
+    for name in names:
+        chosen = [module for path, module in trainable.items() if path == name or path.endswith("." + name)]
+        if not chosen:
+            raise UserError(
+                f"modules_to_save {name}: only embeddings and head can train in full beside an adapter, in this model "
+                f"{', '.join(trainable)}."
+            )
+        if has_tied_embeddings(model):
+            raise UserError(
+                f"modules_to_save {name}: embeddings and head of this model share one tensor, which PEFT would save "
+                "twice. Leave it out, or use --train_type full."
+            )
+        for module in chosen:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, key, nn.Parameter(torch.empty_like(parameter, dtype=torch.float32)))
+
+
+def adapter_modules(module: nn.Module) -> list[nn.Module]:
+    """The adapters inside a block, in the order of the model."""
+    return [child for child in module.modules() if isinstance(child, LoraAdapter | ExpertsLora)]
+
+
+def adapted_layers(module: nn.Module) -> list[Adapted]:
+    """The layers inside a block that have an adapter."""
+    return [child for child in module.modules() if isinstance(child, Adapted)]
+
+
+@contextlib.contextmanager
+def as_at_start(layers: Iterable[Adapted]) -> Iterator[None]:
+    """In this block of code these layers are what they were when training started."""
+    for layer in layers:
+        layer.is_adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_adapted = True
+
+
+def keep_start(model: nn.Module) -> None:
+    """Give each adapter of a model on the meta device a frozen copy, for the values that training starts from."""
+    for layer in adapted_layers(model):
+        layer.start = start = copy.deepcopy(layer.lora).requires_grad_(False)
+        if isinstance(start, LoraAdapter):
+            start.dropout = 0.0
+
+
+@torch.no_grad()
+def fill_start(model: nn.Module) -> None:
+    """Copy the adapters' values, of this rank's shards, to what `keep_start` has made."""
+    for layer in adapted_layers(model):
+        if layer.start is not None:
+            for kept, current in zip(layer.start.parameters(), layer.lora.parameters(), strict=True):
+                local_part(kept).copy_(local_part(current))
+
+
+def magnitudes(module: nn.Module) -> list[nn.Module]:
+    """The parts of a block's adapters that are gathered in fp32."""
+    return [child for child in module.modules() if isinstance(child, Magnitude)]
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in PEFT's file, parameter) of every adapter weight."""
+    for path, module in model.named_modules():
+        if isinstance(module, LoraAdapter) and not path.endswith(".start"):
+            prefix = "base_model.model." + canonical_name(path).removesuffix(".lora")
+            yield f"{prefix}.lora_A.weight", module.lora_A.weight
+            yield f"{prefix}.lora_B.weight", module.lora_B.weight
+            if isinstance(module, DoraAdapter):
+                yield f"{prefix}.lora_magnitude_vector", module.magnitude.weight
+        elif isinstance(module, LoraExperts):
+            # PEFT nests one wrapper per parameter around the experts module, the first parameter's innermost.
+            prefix = "base_model.model." + canonical_name(path)
+            for lora in reversed(list(module.lora.children())):
+                assert isinstance(lora, ExpertsLora)
+                yield f"{prefix}.lora_A.weight", lora.lora_A.weight
+                yield f"{prefix}.lora_B.weight", lora.lora_B.weight
+                prefix += ".base_layer"
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in PEFT's file, parameter) of the modules that train in full beside the adapters."""
+    in_adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in in_adapters:
+            yield "base_model.model." + canonical_name(name), parameter
+
+
+# --- in PEFT's format, so that PEFT loads each weight into the layer it was trained in ---
+
+
+def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
+    """Whether PEFT takes this linear layer's name for experts that had that name in earlier versions."""
+    renamed = LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
+    except ValueError:  # it wants gate_proj and up_proj together
+        return True
+    return renamed.target_modules != {leaf}
+
+
+def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
+    """The layers that PEFT must be given as parameters, because it takes their names for other modules.
+
+    These are shared experts next to routed ones: PEFT takes names like up_proj for the routed experts. Given the
+    shared expert's weight as a parameter, it does the same computation under the same names in the file.
+    """
+    renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}
+    return [path for path in targets if path.rsplit(".", 1)[-1] in renamed]
+
+
+def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
+    """Refuse DoRA and patterns with layers that PEFT must be given as parameters: there it supports plain LoRA only."""
+    by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
+    patterns = options.rank_pattern or options.alpha_pattern
+    if by_weight and (kind != "lora" or patterns):
+        what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
+        raise UserError(
+            f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which it supports plain "
+            f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
+        )
+
+
+def _as_int(alpha: float) -> int:
+    """A whole number as one, which is what PEFT's type says and other readers want."""
+    return int(alpha) if alpha == int(alpha) else alpha  # type: ignore[return-value]
+
+
+def peft_config(
+    linears: Sequence[str],
+    targets: Sequence[str],
+    parameters: Sequence[str],
+    kind: str,
+    options: LoraOptions,
+    *,
+    base_model: str,
+    model_config: PretrainedConfig,
+) -> LoraConfig:
+    """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
+
+    Args:
+        linears: paths of all linear layers of the blocks. targets: those with an adapter.
+        parameters: paths of the 3-D parameters with an adapter.
+    """
+    by_weight = reached_by_weight(targets, model_config)
+    targets = [path for path in targets if path not in by_weight]
+    target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
+    leaves = {path.rsplit(".", 1)[-1] for path in targets}
+    named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
+    # Twice the rank, with the same scaling factor.
+    rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
+    return LoraConfig(
+        r=rank_ratio * options.rank,
+        lora_alpha=_as_int(alpha_ratio * options.alpha),
+        # Only training uses dropout, and PEFT refuses it together with target_parameters.
+        lora_dropout=0.0 if target_parameters else options.dropout,
+        target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
+        target_parameters=target_parameters or None,
+        use_dora=kind == "dora",
+        use_rslora=options.use_rslora,
+        rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
+        alpha_pattern={name: _as_int(alpha_ratio * alpha) for name, alpha in options.alpha_pattern.items()},
+        modules_to_save=list(options.modules_to_save) or None,
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    )

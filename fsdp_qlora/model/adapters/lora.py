@@ -1,0 +1,268 @@
+"""LoRA for linear layers, in one autograd function with the frozen layer, and for the 3-D parameters of experts.
+
+Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x' = x with parts
+dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts * rank, in] and B
+[out, rank * experts], as in PEFT.
+
+The product keeps x and u alone for the backward pass, and not x either where it can be computed again. The weights are
+read again then, W decoded again, and the dropped parts are found again from their seed.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.distributed.shards import gather_rows
+from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
+from fsdp_qlora.model.architecture.fused import output_again, output_source
+from fsdp_qlora.model.quantizers.base import FrozenProduct, frozen_product
+from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
+
+
+class Dropout(NamedTuple):
+    """Dropout whose mask is drawn again from its seed."""
+
+    share: float
+    seed: int
+
+    @classmethod
+    def draw(cls, share: float) -> "Dropout":
+        """Draw a seed per piece from the CPU's generator, which a recomputation finds in the same state."""
+        return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor:
+        """0 or 1 / (1 - share) for each element [N, in], always the same, whether in pieces or not."""
+        kept = torch.empty_like(like)
+        for index, piece in enumerate(split_tokens(kept)):
+            generator = None if like.is_meta else torch.Generator(like.device).manual_seed(self.seed + index)
+            piece.bernoulli_(1 - self.share, generator=generator)
+        return kept.div_(1 - self.share)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factors(x).mul_(x)
+
+
+class Product(NamedTuple):
+    """Inputs of the product besides x, A and B."""
+
+    base: FrozenProduct
+    scaling: float
+    dropout: Dropout | None
+
+
+def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would be lost with that."""
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
+    return result
+
+
+class LowRankFunction(torch.autograd.Function):
+    """u = A x', and the keeper of x and u for the product.
+
+    A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
+    when it is done, so the last layer's base product would be computed again in vain if the product kept it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        rows = x.flatten(0, -2)
+        low = F.linear(dropout(rows) if dropout else rows, lora_A.to(x.dtype))
+        ctx.source, ctx.dtype = source, x.dtype
+        ctx.save_for_backward(*(() if source else (x,)), low)
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+        return None, None, None, None  # the product has them all
+
+
+def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, as [N, in], and u, for a product's backward pass, which lets go of the node that keeps them."""
+    keeper, ctx.keeper = ctx.keeper, None
+    *x, low = keeper.saved_tensors
+    return (x[0] if x else output_again(keeper.source).to(keeper.dtype)).flatten(0, -2), low
+
+
+class _LoraProduct(torch.autograd.Function):
+    """The rest of the forward pass after `LowRankFunction`, and all of the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, low: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product
+    ) -> torch.Tensor:
+        # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
+        # checkpointing does not have to compute them again.
+        ctx.weights, ctx.product, ctx.keeper = (lora_A, lora_B), product, low.grad_fn
+        (y,) = product.base.multiply(x.flatten(0, -2))
+        return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_y = grads[0].flatten(0, -2)
+        x, low = kept(ctx)
+        lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
+        factors = dropout.factors(x) if dropout else None
+        grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
+        del x  # which may have been computed again: its gradient can have its memory
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = base.multiply_grad(grad_y)
+            if factors is None:
+                grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
+            else:
+                grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
+            grad_x = as_before(grad_x, grads[0])
+        return grad_x, None, grad_A, grad_B, None
+
+
+def low_rank_grads(
+    grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
+    (lora_A, lora_B, *_), scaling = ctx.weights, ctx.product.scaling
+    grad_low = grad_y @ lora_B.to(grad_y.dtype)
+    grad_B = _scaled_product(grad_y.T, low, scaling)
+    grad_A = _scaled_product(grad_low.T, x, scaling)
+    return grad_low, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype)
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling * a b in one kernel."""
+    return torch.addmm(a.new_empty(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling)
+
+
+class LoraAdapter(nn.Module):
+    """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
+
+    One module with one forward, so that the adapters of a block can be one FSDP2 group.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.scaling = scaling
+        self.dropout = dropout
+        options = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
+        self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
+        """base_layer(x) + scaling * B A x, [.., out] in the base's dtype.
+
+        Args:
+            source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
+        """
+        product = Product(frozen_product(base_layer, x), self.scaling, self._draw_dropout())
+        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(product.base.dtype)
+        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
+        y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product)
+        return y
+
+    def _draw_dropout(self) -> Dropout | None:
+        return Dropout.draw(self.dropout) if self.training and self.dropout else None
+
+
+class KeptShard:
+    """A copy of a sharded parameter's current values: this rank's rows, in host memory."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, DTensor)
+        self._parameter, self._local = parameter, parameter.to_local().to("cpu", copy=True)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on the parameter's device. Called on every rank."""
+        parameter = self._parameter
+        return gather_rows(self._local.to(parameter.to_local().device), parameter.shape[0], parameter.device_mesh)
+
+
+class LoraLinear(nn.Module):
+    """base_layer(x) + scaling * B A x.
+
+    subtracted: the A and B whose product was subtracted from the base on loading.
+    is_adapted: false while the layer is what it was when training started (`as_at_start`). start: the adapter then, if
+    it is kept.
+    """
+
+    is_adapted = True
+    adapter: type[LoraAdapter] = LoraAdapter
+
+    def __init__(self, base_layer: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora = self.adapter(base_layer.in_features, base_layer.out_features, **options)  # type: ignore[arg-type]
+        self.subtracted: tuple[KeptShard, KeptShard] | None = None
+        self.start: LoraAdapter | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lora = self.lora if self.is_adapted else self.start
+        result: torch.Tensor = lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
+        return result
+
+    def subtract_from_base(self) -> None:
+        """Let the present product of A and B be subtracted from the base, which is loaded later."""
+        self.subtracted = KeptShard(self.lora.lora_A.weight), KeptShard(self.lora.lora_B.weight)
+
+
+class ExpertsLora(nn.Module):
+    """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's ParamWrapper.
+
+    shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
+    """
+
+    def __init__(self, shape: Sequence[int], *, transposed: bool, rank: int) -> None:
+        super().__init__()
+        num_experts, rows, columns = shape
+        in_features, out_features = (rows, columns) if transposed else (columns, rows)
+        self.num_experts = num_experts
+        options = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self.lora_A = nn.Linear(in_features, rank * num_experts, **options)  # type: ignore[arg-type]
+        self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
+
+    def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without an argument."""
+        lora_A, lora_B = self.lora_A.weight, self.lora_B.weight
+        all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
+        return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
+
+
+class LoraExperts(nn.Module):
+    """An experts module with adapters on its 3-D parameters `names`.
+
+    Each adapter is called once per forward pass, whatever experts are chosen: FSDP2 gathers a module's weights
+    when it is called, and all ranks must gather in the same order.
+    """
+
+    is_adapted = True
+
+    def __init__(self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.scaling = scaling
+        # PEFT takes the parameters of a module without this attribute as [experts, out, in], whatever they are.
+        transposed = bool(getattr(base_layer, "is_transposed", False))
+        self.swaps = transposed != is_transposed(base_layer)
+        self.start: nn.ModuleDict | None = None
+        self.lora = nn.ModuleDict(
+            {name: ExpertsLora(getattr(base_layer, name).shape, transposed=transposed, rank=rank) for name in names}
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
+        adapted = {name: self._adapted(name, *lora(None)) for name, lora in loras.items()}
+        # Python finds an instance's own attributes before nn.Module looks up its parameters and submodules.
+        vars(self.base_layer).update(adapted)
+        try:
+            return self.base_layer(*args, **kwargs)
+        finally:
+            for name in adapted:
+                del vars(self.base_layer)[name]
+
+    def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
+        first, second = (lora_B.mT, lora_A.mT) if self.swaps else (lora_A, lora_B)
+        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), second.contiguous(), self.scaling)

@@ -1,0 +1,369 @@
+"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one function.
+
+A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
+down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
+
+The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
+that takes it, and would keep it, can ask for it again in the backward pass (`output_again`).
+"""
+
+import copy
+import inspect
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fsdp_qlora.model.architecture.chunking import count_pieces, in_pieces
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+Roles = tuple[str, str, str]  # names of an MLP's linear layers: gate, up, down
+# Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
+# A long row's peak is there, and is smaller by half of the MLP's part.
+PIECE = 2**26
+
+
+def output_source(x: torch.Tensor) -> Any:
+    """The node of autograd's graph that can compute x again; None if x must be kept."""
+    return x.grad_fn if getattr(x.grad_fn, "gives_output", False) else None
+
+
+def output_again(node: Any) -> torch.Tensor:
+    """The output of a node that `output_source` found, without gradient. Before the node's own backward pass."""
+    output: torch.Tensor = node.output_again(node)
+    return output
+
+
+class InputsOnlyFunction(torch.autograd.Function):
+    """y = function(x), differentiable in x alone. However often y is asked for again, it is computed once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
+        ctx.gives_output, ctx.output_again = True, lambda node: _once(node)[1].detach()
+        ctx.function, ctx.again = function, None
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, y = _once(ctx)
+        ctx.again = None
+        return torch.autograd.grad(y, x, grads)[0], None
+
+
+def _once(node: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and function(x) with their graph."""
+    if node.again is None:
+        node.again = _with_graph(node.function, *node.saved_tensors)
+    x, y = node.again
+    return x, y
+
+
+def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return x, function(x)
+
+
+def _gated(activation: Function, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _times(activation(gate), up)
+
+
+def _gated_gradients(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up."""
+    gate, activated = _with_graph(activation, gate)
+    grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
+    return grad_gate, _times(activated.detach(), grad)
+
+
+def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b in a's memory."""
+    return a.mul_(b) if a.dtype == b.dtype else a * b
+
+
+class Gated(torch.autograd.Function):
+    """activation(gate) * up, of which gate and up are kept.
+
+    Args:
+        activation: returns a new tensor. inputs_only: let the next function ask for the output, and not keep it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, inputs_only: bool
+    ) -> torch.Tensor:
+        ctx.gives_output, ctx.output_again = inputs_only, lambda node: _gated(activation, *node.saved_tensors)
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up)
+        return _gated(activation, gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        if gate.numel() <= PIECE:
+            return *_gated_gradients(ctx.activation, grad, gate, up), None, None
+        # In the memory of gate and up, which were made for their product alone.
+        gate, up = gate.detach(), up.detach()
+        rows = max(1, PIECE // gate.shape[-1])
+        pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
+        for piece in zip(*pieces, strict=True):
+            for place, gradient in zip(piece[1:], _gated_gradients(ctx.activation, *piece), strict=True):
+                place.copy_(gradient)
+        return gate, up, None, None
+
+
+# --- the modules ---
+
+
+def fuse_modules(model: nn.Module) -> None:
+    """Replace the norms and MLPs of a model on the meta device, wherever ours compute the same.
+
+    Names and parameters stay.
+    """
+    for path, module in list(model.named_modules()):
+        replaced = as_rms_norm(module) or as_gated_mlp(module) or as_own_mlp(module)
+        if isinstance(replaced, Mlp):
+            replaced.inner = max(linear.out_features for linear in _linears_alone(module).values())
+        if replaced is not None:
+            model.set_submodule(path, replaced)
+
+
+def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
+    """Let a block keep less for its backward pass: norms and products of gates are computed again there.
+
+    Without it long rows are computed in pieces, which a block with activation checkpointing does not take longer for.
+    """
+    for module in block.modules():
+        if isinstance(module, RmsNorm | Mlp):
+            module.inputs_only = enabled
+
+
+def describe_fused(model: nn.Module) -> str:
+    """Describe for the log how norms and gates are computed."""
+    norms, mlps = (sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp))
+    return f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the model's code"
+
+
+class _MetaRmsNorm(torch.autograd.Function):
+    """Takes the memory of a GPU's kernel, for the plan; torch would take the norm apart, with copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+    y: torch.Tensor = _MetaRmsNorm.apply(x) if x.is_meta else F.rms_norm(x, x.shape[-1:], None, eps)
+    return y.to(x.dtype)
+
+
+# Where models round to 16 bits, and how their weight counts: functions of x, the weight and epsilon.
+FORMS: dict[str, Form] = {
+    "rounded, then weighted": lambda x, weight, eps: weight * _normalized(x, eps),
+    "weighted, then rounded": lambda x, weight, eps: (
+        _normalized(x, eps) * weight if x.is_meta else F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+    ),
+    "weighted by 1 + weight": lambda x, weight, eps: (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype),
+}
+
+
+class RmsNorm(nn.Module):
+    """A model's own norm, with its weight.
+
+    inputs_only: in the backward pass its output is computed again, so that nobody keeps it.
+    """
+
+    inputs_only = False
+
+    def __init__(self, weight: nn.Parameter, form: str, eps: float) -> None:
+        super().__init__()
+        self.weight, self.form, self.eps = weight, form, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form, weight, eps = FORMS[self.form], self.weight, self.eps
+        if not self.inputs_only or weight.requires_grad or not x.requires_grad:
+            # The gradients of x by its parts are added up before others' are, so that saving less changes no bit.
+            return form(x.view_as(x), weight, eps)
+        y: torch.Tensor = InputsOnlyFunction.apply(x, lambda x: form(x, weight, eps))
+        return y
+
+
+def as_rms_norm(module: nn.Module) -> RmsNorm | None:
+    """Replace a norm by torch's function; None if the module, on the meta device, computes something else."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len([*module.parameters(), *module.buffers(), *module.children()]) != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    for eps in {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}:
+        for form in FORMS:
+            if _is_rms_norm(module, form, eps):
+                return RmsNorm(weight, form, eps)
+    return None
+
+
+@torch.no_grad()
+def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
+    """Whether the module computes this, by random numbers of very different sizes, with the same rounding."""
+    random = torch.Generator("cpu").manual_seed(0)
+    width = module.weight.shape[0]  # type: ignore[index]
+    weight = torch.rand(width, generator=random) + 0.5  # type: ignore[arg-type]
+    x = torch.randn(8, width, generator=random) * torch.logspace(-4, 2, 8)[:, None]  # type: ignore[arg-type]
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(weight.to(dtype), requires_grad=False)
+        try:
+            found = _clone_with(module, _parameters={"weight": parameter})(x.to(dtype))
+        except (RuntimeError, TypeError, AttributeError):
+            return False
+        expected = FORMS[form](x.to(dtype), parameter, eps)
+        if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
+            return False
+        is_near = torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0)
+        if not is_near or (found != expected).float().mean() > (0.01 if dtype == torch.bfloat16 else 1):
+            return False
+    return True
+
+
+class Mlp(nn.Module):
+    """A model's own MLP, a function of each token alone: long rows are computed in pieces.
+
+    inputs_only: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
+    """
+
+    inputs_only, inner = False, 0
+    compute: Function  # of x [.., hidden]
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(vars(module))
+        self.compute = types.MethodType(type(module).forward, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
+        if self.inputs_only or count_pieces(tokens, hidden=hidden, inner=self.inner) == 1:
+            return self.compute(x)
+        return in_pieces(self.compute, x)
+
+
+class GatedMlp(Mlp):
+    """A model's own MLP, with its children under their names.
+
+    inputs_only: in the backward pass the input of `down` is computed again, so that nobody keeps it.
+    """
+
+    def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
+        nn.Module.__init__(self)
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.roles, self.activation = roles, activation
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self._modules[name] for name in self.roles)
+        assert gate and up and down
+        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.inputs_only))
+        return y
+
+
+def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
+    """Replace an MLP's elementwise part by one function; None if the module computes something else."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    linears = _linears_alone(module)
+    if len(linears) != 3 or len(children) > 4:
+        return None
+    activations = [each for each in (*children.values(), *vars(module).values()) if _is_activation(each)]
+    for roles, activation in itertools.product(_possible_roles(linears), activations):
+        if _is_gated_mlp(module, roles, activation):
+            return GatedMlp(children, roles, activation)
+    return None
+
+
+def _linears_alone(module: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a module with a forward of one argument, if it has no other parameters; else none."""
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
+    others = len([*module.parameters()]) - sum(len([*linear.parameters()]) for linear in linears.values())
+    return {} if others or len(inspect.signature(module.forward).parameters) != 1 else linears
+
+
+def _possible_roles(linears: dict[str, nn.Linear]) -> Iterator[Roles]:
+    for gate, up, down in itertools.permutations(linears):
+        shapes = [linears[name].weight.shape for name in (gate, up, down)]
+        if shapes[0] == shapes[1] == shapes[2][::-1] != shapes[2]:
+            yield gate, up, down
+
+
+def _is_activation(value: object) -> bool:
+    """Whether it is a function of one tensor that returns a new one."""
+    if isinstance(value, nn.Linear) or not callable(value):
+        return False
+    x = torch.linspace(-2, 2, 8)
+    try:
+        y = value(x)
+    except Exception:  # it may be anything
+        return False
+    return isinstance(y, torch.Tensor) and y.shape == x.shape and y.data_ptr() != x.data_ptr()
+
+
+@torch.no_grad()
+def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool:
+    """Whether the module computes this with small random layers, to the bit."""
+    small, x = _small_copy(module, roles[0])
+    gate, up, down = (small._modules[name] for name in roles)
+    assert gate and up and down
+    try:
+        found = small(x)
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+    return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
+
+
+@torch.no_grad()
+def as_own_mlp(module: nn.Module) -> Mlp | None:
+    """Wrap an MLP's own code; None if, with small random layers, its output for a token depends on others."""
+    linears = _linears_alone(module)
+    if len(linears) < 2:
+        return None
+    small, x = _small_copy(module, next(iter(linears)))
+    try:
+        tried = Mlp(small)
+        is_near = torch.allclose(tried(x), torch.cat([tried(x[:, :2]), tried(x[:, 2:])], dim=1), atol=1e-5)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    return Mlp(module) if is_near else None
+
+
+def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
+    """The module with small random layers in the proportions of its own, and tokens for the first of them."""
+    linears, random = _linears_alone(module), torch.Generator("cpu").manual_seed(0)
+    unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
+    small: dict[str, nn.Module | None] = dict(module._modules)
+    for name, linear in linears.items():
+        sizes, bias = (linear.in_features // unit, linear.out_features // unit), linear.bias is not None
+        small[name] = nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float32)
+        for parameter in small[name].parameters():  # type: ignore[union-attr]
+            nn.init.normal_(parameter, generator=random)
+    x = torch.randn(1, 5, linears[first].in_features // unit, generator=random)
+    return _clone_with(module, _modules=small), x
+
+
+def _clone_with(module: nn.Module, **own: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy of the module, which shares its dicts but for these: its `_parameters` or `_modules`."""
+    copied = copy.copy(module)
+    vars(copied).update(own)
+    return copied

@@ -1,0 +1,396 @@
+"""The model's architecture: configuration, tokenizer, model on the meta device, blocks and layers by structure."""
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import inspect
+import json
+import logging
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from filelock import FileLock
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils import HF_MODULES_CACHE
+
+from fsdp_qlora.model.architecture.attention import choose_sdpa
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_json, why_not_writable
+
+log = logging.getLogger("fsdp_qlora")
+
+_MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
+_LARGE = 2**24  # numbers of a tensor; smaller ones cost little, and may become buffers, which stay real
+NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
+_READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
+_SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a test needs to be true
+# Module names that wrappers add to a parameter's path and that weight files do not have.
+_WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's or module's path in the weight files, without wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read a decoder-only model's configuration.
+
+    Args:
+        folder: of the model, or a file that is its config.json under any name.
+        trust_remote_code: run code from the folder; its files are named in the log.
+    Raises:
+        UserError: config.json is missing or unreadable, or the model is not decoder-only or needs its own code.
+    """
+    _check_model_type(folder if folder.is_file() else folder / "config.json", name, trust_remote_code=trust_remote_code)
+    if trust_remote_code:
+        log.info("Code that comes with the model runs if it is needed (--trust_remote_code): %s.", _own_code(folder))
+    try:
+        with _one_process_at_a_time(enabled=trust_remote_code):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises many kinds here
+        raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
+    if config.is_encoder_decoder or _auto_class(config, trust_remote_code=trust_remote_code) is None:
+        raise UserError(
+            f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
+            "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
+        )
+    blocks = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(blocks, int) and blocks > _MOST_BLOCKS:
+        raise UserError(
+            f"model_name {name}: its config.json says num_hidden_layers {blocks}, more than the {_MOST_BLOCKS} of any "
+            "model that can be built here. Download it again."
+        )
+    return config
+
+
+def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
+    """transformers' class that builds a model of the configuration with its head.
+
+    The one that the checkpoint names, so that an adapter has the names of the whole; else of text, or images and text.
+    """
+    if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    found = {auto._model_mapping[type(config)]: auto for auto in classes if type(config) in auto._model_mapping}
+    names = config.architectures if isinstance(config.architectures, list) else []
+    return next((auto for built, auto in found.items() if built.__name__ in names), next(iter(found.values()), None))
+
+
+def _own_code(folder: Path) -> str:
+    return ", ".join(str(path) for path in sorted(folder.glob("*.py"))) or f"{folder} has none"
+
+
+def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager[object]:
+    """A lock around transformers' copying of a model's code, which is not safe with several ranks."""
+    if not enabled:
+        return contextlib.nullcontext()
+    folder = Path(HF_MODULES_CACHE)
+    if not folder.is_dir() and (reason := why_not_writable(folder)):
+        raise UserError(
+            f"The model's code cannot be copied to {folder}: {reason}. HF_MODULES_CACHE names another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / "fsdp_qlora.lock")
+
+
+def _needs_own_code(name: str, folder: Path) -> UserError:
+    return UserError(
+        f"model_name {name} needs its own Python code ({_own_code(folder)}), which is not run by default. Read that "
+        "code; if you trust it, --trust_remote_code true runs it with your permissions."
+    )
+
+
+def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
+    """Refuse models for which transformers would guess from the folder name or ask at the terminal."""
+    if not path.is_file():
+        raise UserError(
+            f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "
+            "written by `save_pretrained` or downloaded from the hub."
+        )
+    try:
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
+    model_type, has_code = content.get("model_type"), bool(content.get("auto_map"))
+    if str(model_type) in CONFIG_MAPPING:
+        return
+    if has_code and not trust_remote_code:
+        raise _needs_own_code(name, path.parent)
+    if not has_code:
+        raise UserError(
+            f"model_name {name}: {path} says model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know. For a newer model `pip install --upgrade transformers`."
+        )
+
+
+def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a model folder.
+
+    Args:
+        trust_remote_code: run code from the folder.
+    Raises:
+        UserError: the folder has no tokenizer, or it needs its own code.
+    """
+    try:
+        # Without an explicit trust_remote_code, transformers asks at the terminal whether to run a tokenizer's code.
+        with _one_process_at_a_time(enabled=trust_remote_code):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer("a")  # what is wrong with model_max_length, say, shows here only
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise _needs_own_code(name, folder) from error
+        raise UserError(
+            f"model_name {name}: no tokenizer can be read from {folder} ({type(error).__name__}). "
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model folder."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"model_name {name}: its tokenizer has no eos_token, so the model could not learn to stop. Set eos_token "
+            "in tokenizer_config.json."
+        )
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
+    return tokenizer
+
+
+def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model stops at a token that its chat template writes. A base model may bring a template too."""
+    template, stops = str(tokenizer.chat_template or ""), [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        named = read_json(folder / name).get("eos_token_id")
+        stops += named if isinstance(named, list) else [named]
+    tokens = tokenizer.convert_ids_to_tokens([stop for stop in stops if isinstance(stop, int)])
+    return any(token in template for token in ["eos_token", *filter(None, tokens)])
+
+
+def _attention_candidates(
+    requested: str, config: PretrainedConfig, compute_dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    if requested == "flash_attention_2" and (device.type == "cpu" or compute_dtype.itemsize != 2):
+        raise UserError(
+            f"attn_implementation flash_attention_2 needs a GPU and 16-bit compute; this run computes in "
+            f"{str(compute_dtype).removeprefix('torch.')} on {device.type}. Leave it at auto."
+        )
+    if requested not in ("auto", "sdpa"):
+        return [requested]
+    best_sdpa = choose_sdpa(config, compute_dtype, device)
+    if requested == "sdpa":
+        return [best_sdpa]
+    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    fits_flash = has_flash and compute_dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+    flash = ["flash_attention_2"] if fits_flash else []
+    # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
+    sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else [best_sdpa]
+    return [*flash, *sdpa, "eager"]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device.
+
+    accelerate moves a parameter there after it was made, and the experts of a layer may be larger than the memory.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in (torch.empty, torch.zeros) and given.get("device") is None:
+            made = func(*args, **{**given, "device": "meta"})
+            if made.numel() >= _LARGE:
+                return made
+        return func(*args, **given)
+
+
+def build_meta_model(
+    config: PretrainedConfig,
+    *,
+    attn_implementation: str,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    experts_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Build the model with every parameter on the meta device and every buffer real.
+
+    Args:
+        attn_implementation: a transformers name, or "auto" for the best one that the model and device support.
+        dtype: of the parameters.
+        compute_dtype, device: restrict "auto": flash-attn needs 16 bits and an Ampere GPU.
+        experts_implementation: a transformers name; None for its default.
+        trust_remote_code: build with code that came with the configuration.
+    Raises:
+        UserError: the requested attention implementation cannot be used, or the configuration is inconsistent.
+    """
+    candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if experts_implementation:
+        options["experts_implementation"] = experts_implementation
+    auto = _auto_class(config, trust_remote_code=trust_remote_code)
+    for candidate in candidates:
+        try:
+            # Buffers stay real: rotary tables are computed at construction and are in no weight file.
+            with (
+                _one_process_at_a_time(enabled=trust_remote_code),
+                init_empty_weights(include_buffers=False),
+                _LargeOnMeta(),
+                no_init_weights(),
+            ):
+                model = auto.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
+        except (ValueError, ImportError) as error:
+            if candidate != candidates[-1]:
+                continue
+            raise UserError(
+                f"The {config.model_type} model cannot be built with attn_implementation {candidate}: {error}"
+            ) from error
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"The {config.model_type} model described by config.json cannot be built: "
+                f"{str(error).partition(chr(10))[0]}. Download it again."
+            ) from error
+        if empty := [path for path, parameter in model.named_parameters() if not parameter.numel()]:
+            what = f"The {config.model_type} model described by config.json"
+            raise UserError(f"{what} has weights without numbers, such as {empty[0]}. Download it again.")
+        model.tie_weights()
+        model.config.use_cache = False
+        return model
+    raise AssertionError("no attention candidate")
+
+
+def most_positions(config: PretrainedConfig) -> int | None:
+    """The most tokens of a row that the model supports; None if its configuration names none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def at_most_positions(config: PretrainedConfig, length: int) -> int:
+    """The tokens of a row, or as many as the model supports if these are fewer."""
+    return min(length, most_positions(config) or length)
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The part that all text passes; a module that transformers did not build is its own."""
+    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
+
+
+def decoder_path(model: PreTrainedModel) -> str:
+    """The path of the part that all text passes; "" if that is the model itself."""
+    decoder = _decoder(model)
+    return next(path for path, module in model.named_modules() if module is decoder)
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks: the module list of the decoder, without towers for images, with the most parameters."""
+    lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
+    return max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+
+
+def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Path -> part, of those beside the decoder and the head, which text does not pass: vision towers, projectors."""
+    to_decoder, found = decoder_path(model).split("."), {}
+    for depth, inner in enumerate(filter(None, to_decoder)):
+        around = ".".join(to_decoder[:depth])
+        for name, child in model.get_submodule(around).named_children():
+            if name != inner and child is not model.get_output_embeddings() and any(True for _ in child.parameters()):
+                found[f"{around}.{name}".lstrip(".")] = child
+    return found
+
+
+def block_linears(model: nn.Module) -> list[str]:
+    """Paths of all linear layers inside the decoder blocks, in the order of the model."""
+    inside = {*find_blocks(model).modules()}
+    return [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
+
+
+def read_directly(model: nn.Module) -> list[str]:
+    """Paths of the decoder blocks' linear layers whose weight or bias another module reads, as a Mamba layer does.
+
+    Found in the modules' source: what a pass reads depends on a machine's kernels, and adapters must fit everywhere.
+    """
+    inside = {*find_blocks(model).modules()}
+    found = {
+        f"{path}.{child}"
+        for path, module in model.named_modules()
+        if module in inside
+        for child, switches in _reads(type(module))  # type: ignore[arg-type]
+        if all(getattr(module, switch, True) for switch in switches)
+    }
+    return [path for path in block_linears(model) if path in found]
+
+
+@functools.cache
+def _reads(kind: type[nn.Module]) -> set[tuple[str, frozenset[str]]]:
+    """(path of a child, attributes of the module that are true where it reads the child's weight or bias)."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    own = [vars(each) for each in kind.__mro__ if not each.__module__.startswith("torch.")]
+    for name, method in (item for methods in own for item in methods.items()):
+        if inspect.isfunction(method) and not re.search("init|reset", name):
+            with contextlib.suppress(OSError, SyntaxError):  # made without a file
+                tree = ast.parse("if True:\n" + textwrap.indent(inspect.getsource(method), " "))
+                found.update(_reads_below(tree, frozenset()))
+    return found
+
+
+def _reads_below(node: ast.AST, switches: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    if isinstance(node, ast.Attribute) and (read := _READ.fullmatch(ast.unparse(node))):
+        yield read[1], switches
+    for each in ast.iter_child_nodes(node):
+        needed = _SWITCH.findall(ast.unparse(node.test)) if isinstance(node, ast.If) and each in node.body else ()
+        yield from _reads_below(each, switches.union(needed))
+
+
+def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
+    """The blocks that block expansion added to a model.
+
+    Raises:
+        UserError: config.json does not record any.
+    """
+    found = getattr(config, NEW_BLOCKS, None)
+    count = config.get_text_config().num_hidden_layers
+    if isinstance(found, list) and found and set(found) <= set(range(count)):
+        return found
+    raise UserError(
+        f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
+        "with fsdp-qlora expand MODEL --out FOLDER."
+    )
+
+
+def has_tied_embeddings(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def can_skip_logits(model: PreTrainedModel) -> bool:
+    """Whether the model can compute logits at chosen positions only."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, buffer) of the buffers that weight files hold."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

@@ -1,0 +1,184 @@
+"""Builds the model on the meta device, its layers quantized and adapted as the train type says."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.model.adapters.first_values import check_init
+from fsdp_qlora.model.adapters.insert import (
+    LoraOptions,
+    add_adapters,
+    add_experts_lora,
+    check_fits_peft,
+    check_patterns,
+    keep_start,
+    select_parameters,
+    select_targets,
+    train_in_full,
+)
+from fsdp_qlora.model.architecture.fused import fuse_modules
+from fsdp_qlora.model.architecture.models import build_meta_model, read_directly
+from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
+from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.quantizers.bnb_4bit import PackedFormat
+from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts
+from fsdp_qlora.model.quantizers.table import quantize_layers
+from fsdp_qlora.utils.errors import UserError
+
+_ROUTED = "fsdp_qlora"  # the name in transformers of our function for experts
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options for the layers of a model; the train type decides which of them apply.
+
+    quantizer: arguments of the quantizer's layers; empty without a quantizer. lora: the adapter's options.
+    prequantized: quantization of the weight files, if any; it then decides which layers are quantized, and how.
+    new_blocks: decoder blocks that stay unquantized and train in full, for train types that train only these.
+    """
+
+    lora: LoraOptions
+    quantizer: Mapping[str, Any] = field(default_factory=dict)
+    prequantized: PackedFormat | None = None
+    new_blocks: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model without weights, and the paths of its converted parts, as chosen before the conversion.
+
+    linears: all linear layers. quantized: those to quantize. quantized_experts: 3-D expert parameters to quantize, if
+    the quantizer can. targets, target_parameters: linear layers and expert parameters with an adapter.
+    trained: blocks that train in full. left_out: linear layers that other modules read the weights of.
+    """
+
+    parts: ModelParts
+    linears: list[str]
+    quantized: list[str]
+    quantized_experts: list[str]
+    targets: list[str]
+    target_parameters: list[str]
+    trained: list[str]
+    left_out: list[str]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.parts.model
+
+
+def build_model(
+    config: PretrainedConfig,
+    train_type: TrainType,
+    precision: Precision,
+    device: torch.device,
+    layers: LayerOptions,
+    *,
+    attn_implementation: str,
+    trust_remote_code: bool = False,
+) -> MetaModel:
+    """Build the model on the meta device with its layers quantized and adapted as the train type says.
+
+    Trainable parameters are float32; frozen ones have the precision's dtypes.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(_ROUTED, experts_forward)
+    model = build_meta_model(
+        config,
+        attn_implementation=attn_implementation,
+        dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
+        compute_dtype=precision.compute_dtype,
+        device=device,
+        # transformers' own functions multiply with all experts' weights at once, so all would have to be decoded.
+        experts_implementation=_ROUTED if train_type.quantizer or layers.lora.target_parameters else None,
+        trust_remote_code=trust_remote_code,
+    )
+    route_experts(model)
+    fuse_modules(model)
+    keep_documents_apart(model)
+    meta = _choose(model, config, train_type, layers)
+    if train_type.quantizer:
+        packed, options = layers.prequantized, dict(layers.quantizer)
+        if packed:
+            options = {"quant_type": packed.quant_type, "double_quant": packed.double_quant}
+        options["compute_dtype"] = precision.compute_dtype
+        quantize_layers(model, meta.quantized, meta.quantized_experts, train_type.quantizer, **options)
+    if train_type.adapter:
+        _adapt(meta, train_type.adapter, layers)
+    if train_type.trains == "all":
+        for tower in meta.parts.towers.values():
+            tower.to(precision.frozen_dtype).requires_grad_(False)
+    if train_type.trains_new_blocks:
+        model.requires_grad_(False)
+        for path in meta.trained:
+            model.get_submodule(path).to(torch.float32).requires_grad_(True)
+    return meta
+
+
+def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainType, layers: LayerOptions) -> MetaModel:
+    """Decide what is quantized, adapted and trained.
+
+    Raises:
+        UserError: the model has no such layers, or the requested adapter is not possible.
+    """
+    linears, experts = quantizable_weights(model)
+    if not linears:
+        raise UserError(
+            f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
+            "adapted. Choose a model of another family."
+        )
+    targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
+    all_linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    parts = ModelParts.of(model)
+    _check_blocks_share_nothing(parts.blocks, config)
+    new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
+    trained = [path for path, module in model.named_modules() if module in new]
+    inside = tuple(f"{path}." for path in trained)
+    frozen = [path for path in linears if not path.startswith(inside)]
+    frozen_experts = [path for path in experts if not path.startswith(inside)]
+    # 4-bit weight files decide which layers are quantized; bitsandbytes does not quantize experts.
+    if layers.prequantized:
+        frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
+        frozen_experts = frozen_experts if layers.prequantized.has_experts else []
+    left_out = read_directly(model) if train_type.quantizer or train_type.adapter else []
+    return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
+
+
+def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:
+    first: dict[nn.Parameter, int] = {}
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            if first.setdefault(parameter, index) != index:
+                raise UserError(
+                    f"The {config.model_type} model cannot be trained here: its blocks {first[parameter]} and {index} "
+                    "share weights, so they cannot be sharded and adapted block by block. Choose a model of another "
+                    "family."
+                )
+
+
+def _select_targets(
+    linears: list[str], experts: list[str], train_type: TrainType, lora: LoraOptions, config: PretrainedConfig
+) -> tuple[list[str], list[str]]:
+    """The linear layers and expert parameters that get an adapter. Raises UserError if the options do not fit them."""
+    if not train_type.adapter:
+        return [], []
+    targets = select_targets(linears, lora.target_modules, config.model_type)
+    check_patterns("rank_pattern", lora.rank_pattern, targets)
+    check_patterns("alpha_pattern", lora.alpha_pattern, targets)
+    check_fits_peft(train_type.adapter, targets, lora, config)
+    return targets, select_parameters(experts, lora.target_parameters)
+
+
+def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
+    """Freeze the model except for the adapters and the requested embeddings and head."""
+    add_adapters(meta.model, adapter, meta.targets, layers.lora)
+    add_experts_lora(meta.model, meta.target_parameters, layers.lora)
+    train_in_full(meta.model, layers.lora.modules_to_save)
+    if layers.lora.keeps_start:
+        keep_start(meta.model)
+    check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)

@@ -1,0 +1,204 @@
+"""The parts of a built model, found once, and its parameters by category: for sharding, the plan and the proof."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_qlora.distributed.shards import shard_bounds
+from fsdp_qlora.model.adapters.insert import adapter_modules
+from fsdp_qlora.model.architecture.models import find_blocks, find_towers, has_tied_embeddings
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
+
+
+class Offload(NamedTuple):
+    """The weights in host memory, adapters excepted: of so many decoder blocks, and with `embeddings` all others."""
+
+    blocks: int = 0
+    embeddings: bool = False
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The modules of a built model that are sharded, offloaded and gathered by themselves.
+
+    FSDP2 replaces parameters and keeps modules, so this is made once, when the model has been built.
+
+    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none. towers: from
+        `find_towers`.
+    """
+
+    model: PreTrainedModel
+    blocks: nn.ModuleList
+    embedding: nn.Module
+    head: nn.Module | None
+    is_tied: bool
+    towers: Mapping[str, nn.Module]
+    _kinds: dict[nn.Module, "Counter[Kind]"] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelParts":
+        return cls(
+            model,
+            find_blocks(model),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+            has_tied_embeddings(model),
+            find_towers(model),
+        )
+
+    @property
+    def in_order(self) -> list[nn.Module]:
+        """Embedding, blocks and head, as the forward pass takes them."""
+        return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
+
+    def on_host(self, offload: Offload) -> list[nn.Module]:
+        """The modules whose weights are in host memory.
+
+        Blocks are spread over the model, so that the computation of several hides the copy of one.
+        """
+        if offload.embeddings:
+            return [self.model]
+        number = offload.blocks
+        return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
+
+    def kinds(self, module: nn.Module) -> "Counter[Kind]":
+        """How many parameters of each kind a part of the built model has; kept, as a plan asks hundreds of times."""
+        if module not in self._kinds:
+            self._kinds[module] = kinds_of(module)
+        return self._kinds[module]
+
+    @functools.cached_property
+    def looks_up(self) -> bool:
+        """Whether the embedding only looks up rows: tried for the plan, as all ranks take part once they share it."""
+        return is_plain_lookup(self.embedding)
+
+    @functools.cached_property
+    def matrices(self) -> list[tuple[int, ...]]:
+        """The shapes of the blocks' matrices."""
+        return matrix_shapes(self.blocks)
+
+
+class Kind(NamedTuple):
+    """The properties by which parameters are counted.
+
+    category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
+    num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.
+    """
+
+    category: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_weights: int
+    in_adapter: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def largest_shard(self, num_shards: int) -> int:
+        """Bytes on the fullest rank (the first)."""
+        _, rows = shard_bounds(self.shape[0], rank=0, size=num_shards)
+        return rows * (self.num_bytes // max(self.shape[0], 1))
+
+
+class CategoryBytes(NamedTuple):
+    """Bytes of one category. largest_shard: bytes on the fullest rank (the first)."""
+
+    total: int
+    largest_shard: int
+
+
+def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
+    """Every parameter of a model, sharded or on the meta device, and its kind; tied parameters once."""
+    adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    found: dict[nn.Parameter, Kind] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter not in found:
+                category, num_weights = _classify(module, name, parameter)
+                own = tuple(parameter.shape), parameter.dtype
+                found[parameter] = Kind(category, *own, num_weights, parameter in adapters)
+    return found
+
+
+def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[str, int]:
+    if parameter.requires_grad:
+        return "trainable", parameter.numel()
+    if isinstance(module, QuantizedWeight) and name in module.statistics:
+        return "statistics", 0
+    if isinstance(module, QuantizedWeight) and name == "weight":
+        return "codes", math.prod(module.shape)
+    return "frozen", parameter.numel()
+
+
+def count_parameters(parts: ModelParts) -> dict[str, int]:
+    """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
+    in_blocks = {*parts.blocks.parameters()}
+    kinds = each_parameter(parts.model)
+    base = {parameter: kind for parameter, kind in kinds.items() if not kind.in_adapter}
+    frozen = {parameter: kind for parameter, kind in base.items() if kind.category != "trainable"}
+    return {
+        "total": sum(kind.num_weights for kind in base.values()),
+        "in_blocks": sum(kind.num_weights for parameter, kind in frozen.items() if parameter in in_blocks),
+        "quantized": sum(kind.num_weights for kind in base.values() if kind.category == "codes"),
+        "trainable": sum(kind.num_weights for kind in kinds.values() if kind.category == "trainable"),
+    }
+
+
+def kinds_of(module: nn.Module) -> Counter[Kind]:
+    """How many parameters of each kind a module has."""
+    return Counter(each_parameter(module).values())
+
+
+def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
+    """Bytes by category of so many parameters of each kind over `num_shards` ranks."""
+    counts: dict[str, CategoryBytes] = {}
+    for kind, number in kinds.items():
+        total, largest = counts.get(kind.category, CategoryBytes(0, 0))
+        more = number * kind.num_bytes, number * kind.largest_shard(num_shards)
+        counts[kind.category] = CategoryBytes(total + more[0], largest + more[1])
+    return counts
+
+
+def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
+    base = [kind for kind in each_parameter(module).values() if not kind.in_adapter]
+    plain = [kind.shape for kind in base if kind.category in ("frozen", "trainable")]
+    quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
+    return [shape for shape in (*quantized, *plain) if len(shape) > 1]
+
+
+@torch.no_grad()
+def is_plain_lookup(module: nn.Module) -> bool:
+    """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
+
+    Then it can be given other numbers of the same rows. Tried on a few tokens.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    vocabulary, hidden = module.weight.shape
+    numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
+    ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
+
+    def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
+        rows = numbers[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+        result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
+        return result
+
+    try:
+        expected, found = outputs(ids + 1, first=0), outputs(ids, first=1)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return torch.equal(found, expected)

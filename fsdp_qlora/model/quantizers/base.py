@@ -1,0 +1,315 @@
+"""Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed.shards import local_part, own_rows
+from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+# Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in
+# 16 bits. A matrix of at most twice that is faster whole: a product packs its input for each part again.
+_DECODED_BYTES = 4 * 2**20
+_ALIGNED_ROWS = 256  # of codes: where all quantization statistics start anew
+
+
+class StoredParameter(NamedTuple):
+    """A parameter of a layer as a tensor in a file: its bytes row by row, without the padding of the last row."""
+
+    parameter: str
+    form: TensorForm
+
+
+class Matrix(NamedTuple):
+    """Selects a matrix of a stored weight.
+
+    shape: of the matrix. first: index of its first weight in the stored weight, the start of a block or group.
+    transposed: the matrix is [in, out] and not [out, in].
+    """
+
+    shape: tuple[int, ...]
+    first: int = 0
+    transposed: bool = False
+
+
+class FrozenProduct(NamedTuple):
+    """Products with a frozen layer's weight W [out, in], while it is gathered.
+
+    dtype: of the computation. multiply: each x [N, in] -> x W^T + b, new tensors. multiply_grad: grad_y [N, out] ->
+    grad_y W, the gradient of x, a new tensor. W may be freed and gathered again in between.
+    """
+
+    dtype: torch.dtype
+    multiply: Callable[..., list[torch.Tensor]]
+    multiply_grad: Callable[[torch.Tensor], torch.Tensor]
+
+
+class QuantizedWeight(nn.Module):
+    """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
+
+    Its parameters are frozen. `weight` holds the codes, packed bytes viewed as the compute dtype. Each row codes
+    `row_weights` consecutive weights, so a shard can be quantized alone. At least one of the statistics is float32, so
+    that FSDP2 gathers a decoder block as bytes (see `sharding.parallelize.check_gathered_as_bytes`).
+    """
+
+    shape: tuple[int, ...]
+    compute_dtype: torch.dtype
+    weight: nn.Parameter
+    # The weight's name below the module's in the weight files; empty where the module replaces a parameter.
+    weight_name: str = ""
+    # Whether a `Matrix` may select rows of a matrix.
+    selects_rows = False
+    # Names of the parameters that hold quantization statistics, for the byte account.
+    statistics: tuple[str, ...] = ()
+    # Whether a token's product does not depend on how tokens are grouped, beyond the rounding of sums.
+    is_exact = True
+
+    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
+        super().__init__()
+        self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, row_weights
+        self.whole = Matrix(self.shape)
+
+    def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A frozen parameter of `rows` times `row_bytes` on the meta device, viewed as `dtype` (the compute dtype)."""
+        dtype = dtype or self.compute_dtype
+        return nn.Parameter(
+            torch.empty(rows, row_bytes // dtype.itemsize, dtype=dtype, device="meta"), requires_grad=False
+        )
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the weight is decoded from, while they are gathered."""
+        return (self.weight, *(getattr(self, name) for name in self.statistics))
+
+    # `tensors` are those that `tensors()` gives: FSDP2 refills them before the backward pass.
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """A matrix (or the whole weight) in its stored orientation, in `dtype`."""
+        raise NotImplementedError
+
+    def multiply(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
+        return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
+
+    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """grad_y W, the gradient of x."""
+        return grad_y @ self._upright(part, grad_y.dtype, *tensors)
+
+    def _upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """The decoded matrix [out, in]."""
+        stored = self.decode_tensors(part, dtype, *tensors)
+        return stored.T if part.transposed else stored
+
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b; differentiable in x [.., in]. x and bias are in the compute dtype."""
+        result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(matrix, bias))
+        return result
+
+    def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
+        """The products with a matrix; bias is in the compute dtype."""
+        tensors, parts = self.tensors(), self._parts(matrix)
+        if len(parts) == 1:
+            return FrozenProduct(
+                self.compute_dtype,
+                lambda *inputs: [self.multiply(matrix, x, bias, *tensors) for x in inputs],
+                lambda grad_y: self.multiply_grad(matrix, grad_y, *tensors),
+            )
+        num_rows, num_columns = matrix.shape
+
+        def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
+            for rows, part in parts:
+                decoded = self.decode_tensors(part, inputs[0].dtype, *tensors)
+                for x, y in zip(inputs, outputs, strict=True):
+                    torch.mm(x, decoded.T, out=y[:, rows])
+                del decoded  # before the next part is decoded
+            return outputs if bias is None else [y.add_(bias) for y in outputs]
+
+        def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
+            grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
+            for index, (rows, part) in enumerate(parts):
+                decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
+                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # with 0 it is only written
+                del decoded
+            return grad_x
+
+        return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
+
+    def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
+        """Rows of a matrix and what selects them: all, or as many as should be decoded at a time."""
+        num_rows, num_columns = matrix.shape
+        whole, is_small = [(slice(0, num_rows), matrix)], 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
+        if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed or is_small:
+            return whole
+        aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
+        rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
+        if not 0 < rows < num_rows:
+            return whole
+        return [
+            (slice(start, stop), Matrix((stop - start, num_columns), matrix.first + start * num_columns))
+            for start, stop in ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
+        ]
+
+    def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
+        """The weight (or a matrix of it) as stored, in the compute dtype. Only while the parameters are gathered."""
+        return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
+
+    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
+        """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
+        first, last = own_rows(self.weight, mesh)
+        num_weights = math.prod(self.shape)
+        return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
+
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Quantize and store `values`, the weights of `shard_range`. Called on every rank of the shard group."""
+        raise NotImplementedError
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        """Quantize `values`, whole rows of weights, to bytes of `weight`."""
+        raise NotImplementedError
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """The result that `dequantize` must give for the whole `weight`, computed unsharded."""
+        raise NotImplementedError
+
+    # ---- in files ----
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        """Suffix of the weight's name in a file -> the parameter stored there."""
+        raise NotImplementedError
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """Suffix of the weight's name -> a tensor that every rank reads whole, for `load_whole`.
+
+        dtype: of the weight before quantization; names and sizes do not depend on it.
+        """
+        return {}
+
+    def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
+        """Load or check the bytes of one tensor of `stored_whole`, called `name`. Raises UserError if it differs."""
+        raise NotImplementedError
+
+    def code_settings(self) -> dict[str, Any]:
+        """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
+        raise NotImplementedError
+
+    def describe_code(self) -> str:
+        """How the weight is quantized, in a few words."""
+        raise NotImplementedError
+
+    def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
+        """Bytes [start, stop) of the stored tensor that make up this rank's shard of the parameter."""
+        parameter = getattr(self, stored.parameter)
+        row_bytes = parameter.shape[1] * parameter.element_size()
+        first, last = own_rows(parameter, mesh)
+        return min(first * row_bytes, stored.form.num_bytes), min(last * row_bytes, stored.form.num_bytes)
+
+    def stored_bytes(self, stored: StoredParameter) -> torch.Tensor:
+        """The bytes of this rank's shard, uint8; at the tensor's end possibly more than `stored_range`."""
+        parameter = getattr(self, stored.parameter)
+        return local_part(parameter).detach().reshape(-1).view(torch.uint8)
+
+
+class QuantizedLinear(QuantizedWeight):
+    """y = x W^T + b with W [out, in]. List it before the quantizer's class among the bases."""
+
+    weight_name = "weight"
+
+    def __init__(self, linear: nn.Linear, **options: Any) -> None:
+        super().__init__((linear.out_features, linear.in_features), **options)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x.to(self.compute_dtype), self.whole, self.bias_to_add())
+
+    def bias_to_add(self) -> torch.Tensor | None:
+        """The bias in the compute dtype."""
+        return None if self.bias is None else self.bias.to(self.compute_dtype)
+
+
+class QuantizedExperts(QuantizedWeight):
+    """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among the bases.
+
+    parameter: [experts, out, in], or [experts, in, out] where `transposed`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:
+        super().__init__(tuple(parameter.shape), **options)
+        self.transposed = transposed
+
+    def supports(self) -> bool:
+        """Whether no row of codes crosses from one expert to the next."""
+        return math.prod(self.shape[1:]) % self.row_weights == 0
+
+    def expert(self, index: int) -> Matrix:
+        """An expert's matrix."""
+        return Matrix(self.shape[1:], index * math.prod(self.shape[1:]), self.transposed)
+
+
+class _DecodedMatmul(torch.autograd.Function):
+    """x W^T + b for x [.., in] and a stored matrix W [out, in], decoded in the forward pass and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, product: FrozenProduct) -> torch.Tensor:
+        # FSDP2 refills the same gathered tensors before the backward pass. In an attribute, instead of through
+        # save_for_backward, activation checkpointing does not have to compute them again.
+        ctx.product = product
+        (y,) = product.multiply(x.flatten(0, -2))
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        (grad_y,) = grads
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        grad_x = ctx.product.multiply_grad(grad_y.flatten(0, -2))
+        return grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1]), None
+
+
+def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True) -> FrozenProduct:
+    """The products with a frozen linear layer for its input x."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.frozen_product(layer.whole, layer.bias_to_add() if with_bias else None)
+    assert isinstance(layer, nn.Linear) and not layer.weight.requires_grad
+    return plain_product(layer.weight, layer.bias if with_bias else None, computing_dtype(x))
+
+
+def computing_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a plain layer multiplies x."""
+    kind = autocast_kind(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> FrozenProduct:
+    """The products with a weight [out, in] that is not quantized."""
+    return FrozenProduct(
+        dtype,
+        lambda *inputs: [F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs],
+        lambda grad_y: grad_y @ weight.to(dtype),
+    )
+
+
+def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
+    local = local_part(parameter)
+    target = local.view(-1).view(torch.uint8)
+    source = values.reshape(-1).view(torch.uint8)
+    target[: source.numel()] = source.to(target.device)
+    target[source.numel() :] = 0
+
+
+def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:
+    """The tensors that make up a quantized weight in a file."""
+    forms = {weight + suffix: stored.form for suffix, stored in layer.stored_parameters().items()}
+    whole = layer.stored_whole()
+    return forms | {weight + suffix: TensorForm(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}

@@ -1,0 +1,354 @@
+"""NF4 and FP4 weights in bitsandbytes' packing: linear layers and experts.
+
+Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts, in, out]; a block
+is `blocksize` consecutive weights of the row-major flattened weight.
+
+In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a weight
+X [out, in], n = out * in, in blocks of 64 (m of them):
+    X: the codes, two per byte, (n + 1) / 2 bytes under any dtype (bnb_4bit_quant_storage).
+    X.absmax: [m], uint8 with double quantization, else float32.
+    X.nested_absmax: with double quantization, float32 [(m + 255) / 256].
+    X.quant_map, X.nested_quant_map: the values that the codes stand for, float32 [16] and [256].
+    X.quant_state.bitsandbytes__nf4 (or fp4): JSON as bytes, with the shape and the mean of absmax.
+These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is its shard.
+
+bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
+(X = model.layers.0.mlp.experts.gate_up_proj). Only this package reads that: in cache entries, and in models saved by
+the quantize command, which have EXPERTS_KEY in their quantization_config.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import bitsandbytes
+import bitsandbytes.functional as bnb
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PretrainedConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from fsdp_qlora.distributed.shards import gather_rows, own_rows
+from fsdp_qlora.model.quantizers.base import (
+    Matrix,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    StoredParameter,
+    write_bytes,
+)
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+# Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
+_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+PACKED_STATE = ".quant_state.bitsandbytes__"
+EXPERTS_KEY = "fsdp_qlora_experts"
+_STATE_BYTES = 256  # enough for the JSON of any shape, so a file can be laid out before the mean is known
+NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
+_BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+_PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
+# Tokens up to which bitsandbytes may fuse decoding and product. For more its operator decodes the matrix as we do, and
+# takes the host some microseconds longer.
+_FUSED_TOKENS = 1536
+_GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
+
+
+class Bnb4bitWeight(QuantizedWeight):
+    """NF4 or FP4 weights in bitsandbytes' packing.
+
+    Parameters (frozen; quant_storage is the compute dtype):
+        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. Rows are blocks, so that a
+            shard is made of whole blocks and can be quantized by itself.
+        absmax: largest magnitude of each block; with double_quant one byte each viewed as quant_storage, else
+            float32 [blocks, 1].
+        nested_absmax: with double_quant, float32 [blocks / 256, 1], one for each 256 absmax.
+    Buffer:
+        absmax_offset: with double_quant, float32 scalar, the mean of absmax.
+    """
+
+    selects_rows = True
+    absmax_offset: torch.Tensor
+
+    def __init__(
+        self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
+        self.quant_type, self.double_quant = quant_type, double_quant
+        self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
+        self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
+        if double_quant:
+            self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
+            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4, torch.float32)
+            self.statistics = ("absmax", "nested_absmax")
+            self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
+        else:
+            self.absmax = self._storage(self.num_blocks, 4, torch.float32)
+            self.statistics = ("absmax",)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*super().tensors(), *((self.absmax_offset,) if self.double_quant else ()))
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        codes, absmax = _select(part, *tensors)
+        # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
+        decoded = [
+            torch.ops.bitsandbytes.dequantize_4bit.default(
+                piece, scales, _BLOCKSIZE, self.quant_type, (len(scales), _BLOCKSIZE), dtype
+            ).view(-1)
+            for piece, scales in zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
+        ]
+        whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+        return whole[: math.prod(part.shape)].view(part.shape)
+
+    # The stored matrix is W, or W^T where it is transposed: bitsandbytes multiplies with the transpose of it.
+
+    def multiply(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        is_fused = not part.transposed and _can_fuse(part, x)
+        return (self._times_transposed if is_fused else super().multiply)(part, x, bias, *tensors)
+
+    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        if part.transposed and _can_fuse(part, grad_y):
+            return self._times_transposed(part, grad_y, None, *tensors)
+        return super().multiply_grad(part, grad_y, *tensors)
+
+    def _times_transposed(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """x M^T + b for the stored matrix M."""
+        codes, absmax = _select(part, *tensors)
+        if part.shape[-1] % _BLOCKSIZE:
+            codes = codes[: -(-math.prod(part.shape) // 2)]
+        y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+            x, codes, part.shape, absmax, _BLOCKSIZE, self.quant_type, bias=bias
+        )
+        return y
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return quantize_blocks(values, self.quant_type)[0]
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `decode_tensors`.
+        blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
+        options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
+        codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
+        state.dtype = self.compute_dtype
+        return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        codes, absmax = quantize_blocks(values, self.quant_type)
+        write_bytes(self.weight, codes)
+        if not self.double_quant:
+            write_bytes(self.absmax, absmax)
+            return
+        # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
+        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
+        absmax = gather_rows(absmax, self.num_blocks, mesh)
+        absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
+        for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
+            row_bytes = parameter.shape[1] * parameter.element_size()
+            first, last = own_rows(parameter, mesh)
+            write_bytes(parameter, whole.view(torch.uint8)[first * row_bytes : last * row_bytes])
+
+    def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
+        offset = absmax.mean()
+        absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
+        self.absmax_offset.copy_(offset)
+        return absmax_8bit, state.absmax
+
+    # Stored in bitsandbytes' own format.
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        stored = {"": StoredParameter("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
+        if not self.double_quant:
+            return stored | {".absmax": StoredParameter("absmax", TensorForm(torch.float32, (self.num_blocks,)))}
+        nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
+        return stored | {
+            ".absmax": StoredParameter("absmax", TensorForm(torch.uint8, (self.num_blocks,))),
+            ".nested_absmax": StoredParameter("nested_absmax", TensorForm(torch.float32, (nested,))),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """The state that bitsandbytes' loader reads, without the weight's first dtype and the mean of absmax."""
+        state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
+        return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
+
+    def _value_tables(self) -> dict[str, torch.Tensor]:
+        """Suffix of the weight's name -> float32 values of its codes, and of the codes of absmax."""
+        tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
+        return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {})
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        state = self._state() | {"dtype": str(dtype).removeprefix("torch.")}
+        if self.double_quant:
+            state |= {"nested_dtype": "float32", "nested_offset": self.absmax_offset.item()}
+        text = bytearray(json.dumps(state).encode().ljust(_STATE_BYTES))
+        suffix = f"{PACKED_STATE}{self.quant_type}"
+        return self._value_tables() | {suffix: torch.frombuffer(text, dtype=torch.uint8)}
+
+    def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
+        if suffix.startswith(PACKED_STATE):
+            self._load_state(content, name)
+            return
+        found, expected = content.view(torch.float32), self._value_tables()[suffix]
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):
+            raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")
+
+    def _load_state(self, content: torch.Tensor, name: str) -> None:
+        """Check a stored weight's state, and take the mean of its absmax."""
+        expected = self._state()
+        try:
+            state = json.loads(bytes(content.tolist()))
+            found = {key: state[key] for key in expected}
+            offset = float(state["nested_offset"]) if self.double_quant else 0.0
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{name} does not describe a 4-bit weight ({error!r}). Download the model again."
+            ) from error
+        if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
+            raise UserError(
+                f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
+                "16- or 32-bit weights."
+            )
+        if self.double_quant:
+            self.absmax_offset.fill_(offset)
+
+    def code_settings(self) -> dict[str, Any]:
+        return {
+            "quant_type": self.quant_type,
+            "blocksize": _BLOCKSIZE,
+            "double_quant": self.double_quant,
+            "bitsandbytes": bitsandbytes.__version__,
+        }
+
+    def describe_code(self) -> str:
+        return f"{self.quant_type}{', double quantization' * self.double_quant}"
+
+
+class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
+    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
+
+
+class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
+    """The experts of a layer in bitsandbytes' 4-bit packing."""
+
+
+def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
+
+    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and its GPU kernel
+    counts in 32 bits, which is too few for a rank's part of the largest models' experts.
+    """
+    if not values.numel():  # fewer blocks than ranks
+        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    pieces = [
+        torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
+        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else _GPU_PIECE)
+    ]
+    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+
+
+def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor's bytes as `dtype`."""
+    return tensor.view(dtype).view(-1)[first : first + count]
+
+
+def _select(
+    part: Matrix, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Select a matrix: codes of whole blocks, uint8, and absmax of each block.
+
+    nested: nested_absmax and absmax_offset, with double_quant.
+    """
+    first, count = part.first // _BLOCKSIZE, -(-math.prod(part.shape) // _BLOCKSIZE)
+    codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
+    if not nested:
+        return codes, _elements(absmax, torch.float32, first, count)
+    # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
+    # previous expert. So both are decoded from the beginning of that block.
+    skipped = first % NESTED_BLOCKSIZE
+    nested_absmax, offset = nested
+    scales = _elements(
+        nested_absmax, torch.float32, first // NESTED_BLOCKSIZE, -(-(skipped + count) // NESTED_BLOCKSIZE)
+    )
+    absmax_8bit = _elements(absmax, torch.uint8, first - skipped, skipped + count)
+    decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
+        absmax_8bit, scales, _nested_code(weight.device), NESTED_BLOCKSIZE, torch.float32
+    )
+    return codes, decoded.add_(offset)[skipped:]
+
+
+def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
+    """Whether bitsandbytes may fuse decoding and product."""
+    return x.shape[0] <= _FUSED_TOKENS and not (x.device.type == "cpu" and part.shape[-1] % _BLOCKSIZE)
+
+
+@functools.cache
+def _nested_code(device: torch.device) -> torch.Tensor:
+    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
+    return bnb.create_dynamic_map().to(device)
+
+
+# --- the format in files ---
+
+
+def packed_tensors(names: Iterable[str]) -> set[str]:
+    """Names of the tensors that 4-bit weights consist of, given the names of all tensors of a model's files."""
+    states = {name for name in names if PACKED_STATE in name}
+    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
+
+
+class PackedFormat(NamedTuple):
+    """How a model's weight files are packed: its quantization_config.
+
+    skipped: modules that were not quantized. has_experts: the expert parameters are in 4 bits too.
+    """
+
+    quant_type: str
+    double_quant: bool
+    skipped: list[str] | None
+    has_experts: bool = False
+
+    def is_quantized(self, path: str) -> bool:
+        """Whether transformers quantizes the linear layer at `path` of a decoder block."""
+        return bool(should_convert_module(path, self.skipped))
+
+    def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
+        """One line: the model's settings are used, and the options that they override."""
+        asked = {"quant_type": quant_type, "double_quant": double_quant}
+        ignored = [f"--{name} {str(asked[name]).lower()}" for name in asked if asked[name] != getattr(self, name)]
+        return (
+            f"The model is quantized already ({self.quant_type}, {'' if self.double_quant else 'no '}double "
+            "quantization): its own 4-bit weights are used as they are"
+            + (f", and {' and '.join(ignored)} has no effect." if ignored else ".")
+        )
+
+
+def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
+    """Remove a 4-bit quantization from a model's configuration and return it. Raises UserError if it is another one."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    # The model is built with plain layers, which ours then replace.
+    del config.quantization_config
+    if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
+        method = str(settings.get("quant_method", "an unnamed format"))
+        known = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
+        raise UserError(
+            f"model_name {name} is quantized as {known}, which is not supported. Give the model with 16- or 32-bit "
+            "weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
+        )
+    return PackedFormat(
+        quant_type=settings.get("bnb_4bit_quant_type", "fp4"),
+        double_quant=bool(settings.get("bnb_4bit_use_double_quant", False)),
+        skipped=settings.get("llm_int8_skip_modules"),
+        has_experts=bool(settings.get(EXPERTS_KEY, False)),
+    )

@@ -1,0 +1,184 @@
+"""HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear layers and experts.
+
+A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq library). Code q
+represents the weight (q - zero) * scale, with the zero and scale of its group.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.model.quantizers.base import (
+    Matrix,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    StoredParameter,
+    write_bytes,
+)
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+# With few groups at a time a GPU sums a group in another order, so their number is padded to a multiple of this.
+_FEW_GROUPS = 256
+# The hqq library's own solver settings, except for early_stop: see _quantize_groups.
+_SOLVER = {
+    "lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0, "early_stop": False, "scale_gridsearch": False
+}  # fmt: skip
+# Bits of a code -> number of bits in each plane, from the lowest.
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+class HqqWeight(QuantizedWeight):
+    """Weights as codes of n_bits, with a scale and a zero for each group.
+
+    Parameters (frozen):
+        weight: the codes of a group in a row, [groups, group_size * n_bits / 8 bytes] viewed as the compute dtype.
+        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32.
+    """
+
+    selects_rows = True
+    statistics = ("scale_zero",)
+
+    def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=group_size)
+        self.n_bits, self.group_size = n_bits, group_size
+        num_groups = -(-math.prod(shape) // group_size)
+        self.weight = self._storage(num_groups, group_size * n_bits // 8)
+        self.scale_zero = self._storage(num_groups, 4, torch.float32)
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        weight, scale_zero = tensors
+        num_weights = math.prod(part.shape)
+        first, count = part.first // self.group_size, -(-num_weights // self.group_size)
+        packed = weight.view(torch.uint8)[first : first + count]
+        statistics = scale_zero.view(torch.float16)[first : first + count]
+        decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
+        step = _groups_at_a_time(weight.device, self.group_size)
+        for start in range(0, count, step):
+            groups = slice(start, start + step)
+            decoded[groups] = _values(_unpack(packed[groups], self.n_bits), statistics[groups])
+        return decoded.view(-1)[:num_weights].view(part.shape)
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return _pack(_quantize_groups(values, self.n_bits, self.group_size)[0], self.n_bits)
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        codes, scale_zero = _quantize_groups(weight, self.n_bits, self.group_size)
+        return _values(codes, scale_zero).flatten()[: weight.numel()].view(weight.shape).to(self.compute_dtype)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
+        write_bytes(self.weight, _pack(codes, self.n_bits))
+        write_bytes(self.scale_zero, scale_zero)
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        num_groups = self.scale_zero.shape[0]
+        return {
+            "": StoredParameter("weight", TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8))),
+            ".scale_zero": StoredParameter("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        import hqq
+
+        return {
+            "n_bits": self.n_bits,
+            "group_size": self.group_size,
+            "solver": _SOLVER,
+            "hqq": hqq.__version__,
+            "torch": torch.__version__,  # whose operations the solver consists of
+        }
+
+    def describe_code(self) -> str:
+        return f"HQQ, {self.n_bits} bits, groups of {self.group_size}"
+
+
+class HqqLinear(QuantizedLinear, HqqWeight):
+    """A linear layer with its weight in HQQ's codes."""
+
+
+class HqqExperts(QuantizedExperts, HqqWeight):
+    """The experts of a layer in HQQ's codes."""
+
+
+def _groups_at_a_time(device: torch.device, group_size: int) -> int:
+    """Number of groups to quantize or decode at once in float32: they fit a CPU's cache, or fill a GPU."""
+    return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
+
+
+def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole groups (the last may be short): uint8 codes [groups, group_size], float16 [groups, 2] scale, zero.
+
+    This is HQQLinear with axis=1: scale from the group's range, zero from the library's proximal solver, in float32.
+    HQQLinear's solver runs at most 20 iterations and stops when the error of the whole tensor no longer falls, so
+    a slice's result would depend on the slice. Here it always runs all 20: a group's result depends on the group
+    alone. Scale and zero are float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
+    """
+    from hqq.core.optimize import optimize_weights_proximal_v2
+
+    if not values.numel():  # fewer groups than ranks
+        empty = values.new_empty(0, group_size, dtype=torch.uint8)
+        return empty, values.new_empty(0, 2, dtype=torch.float16)
+    flat = values.flatten()
+    # A short group is padded with its last weight, which does not change its range.
+    flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
+    largest = 2**n_bits - 1
+    all_codes, statistics = [], []
+    for piece in flat.view(-1, group_size).split(_groups_at_a_time(values.device, group_size)):
+        groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
+        low, high = groups.aminmax(dim=1, keepdim=True)
+        scale = (largest / (high - low)).clamp(max=2e4)  # as in the library: keeps 1 / scale within float16
+        scale = torch.where(high - low <= 1e-4, 1.0, scale)
+        zero = -low * scale
+        codes, scale, zero = optimize_weights_proximal_v2(
+            groups,
+            scale,
+            zero.round() if n_bits == 4 else zero,  # as in the library
+            [0, largest],
+            axis=1,
+            dtype=torch.float32,
+            opt_params=_SOLVER,
+        )
+        all_codes.append(codes[: len(piece)].to(torch.uint8))
+        statistics.append(torch.cat([1.0 / scale, zero], dim=1)[: len(piece)].half())
+    scale_zero = torch.cat(statistics)
+    if not scale_zero.isfinite().all():
+        raise UserError(
+            f"HQQ cannot quantize this model: {group_size} consecutive weights differ too little for their magnitude. "
+            "Use --train_type qlora."
+        )
+    return torch.cat(all_codes), scale_zero
+
+
+def _values(codes: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [groups, group_size] -> float32 weights."""
+    scale, zero = scale_zero.float().split(1, dim=1)
+    return torch.sub(codes, zero).mul_(scale)
+
+
+def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """uint8 codes [groups, group_size] -> bytes [groups, group_size * n_bits / 8]; part of a group in the high bits."""
+    planes, shift = [], 0
+    for bits in _PLANES[n_bits]:
+        plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)
+        for part in parts:
+            plane = plane << bits | part
+        planes.append(plane)
+        shift += bits
+    return torch.cat(planes, dim=1)
+
+
+def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """Undo `_pack`."""
+    planes = packed.split([packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]], dim=1)
+    codes, shift = None, 0
+    for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
+        values = torch.cat([plane >> offset & (2**bits - 1) for offset in range(8 - bits, -1, -bits)], dim=1)
+        codes = values if codes is None else codes | values << shift
+        shift += bits
+    assert codes is not None
+    return codes

@@ -1,0 +1,132 @@
+"""8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
+
+import functools
+import logging
+from typing import Any
+
+import bitsandbytes
+import bitsandbytes.functional as bnb
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+log = logging.getLogger("fsdp_qlora")
+
+_MOST_ELEMENTS = 2**31 - 1  # of a matrix that bitsandbytes' kernels index with int32
+
+
+class Int8Weight(QuantizedWeight):
+    """A matrix [out, in] as 8-bit integers, with one scale for each row; it multiplies 8-bit activations.
+
+    Parameters (frozen):
+        weight: int8 [out, in] viewed as the compute dtype, rows padded to whole elements of it.
+        row_scale: float32 [out, 1], the largest magnitude of each row (bitsandbytes' SCB).
+    Args:
+        int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
+    """
+
+    statistics = ("row_scale",)
+    is_exact = False
+
+    def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
+        out_features, in_features = shape
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=in_features)
+        if in_features % 4:
+            _warn_of_slow_products(in_features)
+        self.threshold = int8_threshold
+        row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
+        self.weight = self._storage(out_features, row_bytes)
+        self.row_scale = self._storage(out_features, 4, torch.float32)
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        return _values(*_codes_and_scale(part, *tensors), dtype)
+
+    def multiply(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b with each token's values rounded to 8 bits; values above the threshold keep their precision.
+
+        bitsandbytes keeps the precision of a whole column when one token of the batch is above the threshold in it,
+        so a token's result depends on its neighbours. Here each token gets the result of a batch of its own.
+        """
+        return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        codes, row_scale, _ = bnb.int8_vectorwise_quant(weight.half())
+        return _values(codes, row_scale, self.compute_dtype)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        rows = values.view(-1, self.row_weights)
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        codes, row_scale = rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
+        if len(rows):  # there may be fewer rows than ranks
+            # bitsandbytes rounds to fp16 first, whatever the model's dtype.
+            codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
+            codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
+        write_bytes(self.weight, codes)
+        write_bytes(self.row_scale, row_scale)
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        return {
+            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
+            ".row_scale": StoredParameter("row_scale", TensorForm(torch.float32, (self.shape[0],))),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold concerns activations only
+
+    def describe_code(self) -> str:
+        return "int8"
+
+
+class Int8Linear(QuantizedLinear, Int8Weight):
+    """A linear layer in LLM.int8."""
+
+
+@functools.cache
+def _warn_of_slow_products(in_features: int) -> None:
+    log.warning("int8 layers of %d input features, no multiple of 4, are multiplied in fp32 on a GPU.", in_features)
+
+
+def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Storage tensors -> (int8 [out, in], float32 [out])."""
+    codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
+    return codes, row_scale.view(torch.float32).view(-1)
+
+
+def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int8 [out, in] -> weights in `dtype`, as bitsandbytes decodes them for the gradient."""
+    return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
+
+
+def _multiply(
+    x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels disregard strides
+    most = _MOST_ELEMENTS // max(codes.shape)
+    if len(tokens) > most:
+        parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(most)]
+        return torch.cat(parts).view(*x.shape[:-1], -1)
+    rounded, outliers = tokens.half(), None
+    if threshold:
+        outliers = rounded.abs() >= threshold
+        rounded = rounded.masked_fill(outliers, 0.0)
+    x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
+    # The kernel for GPUs writes fp16, whatever the dtype. Tokens scaled to at most 1 stay in its range, and a factor
+    # that is a power of two, here the scale without its mantissa, changes no other bit.
+    x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest number; tokens of zeros have none
+    power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype)
+    y.mul_(power.unsqueeze(1))  # in float32: 65,536 is beyond fp16
+    if bias is not None:
+        y.add_(bias)
+    if outliers is not None:
+        columns = outliers.any(dim=0).nonzero().view(-1)
+        weight = bnb.int8_vectorwise_dequant(codes[:, columns].contiguous(), row_scale).to(y.dtype)
+        y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
+    return y.view(*x.shape[:-1], -1)

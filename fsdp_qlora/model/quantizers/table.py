@@ -1,0 +1,55 @@
+"""The QUANTIZERS table, and the functions that replace a meta model's layers by quantized ones.
+
+A quantizer is a module with one subclass of QuantizedWeight, the layers built on it, and one row of QUANTIZERS.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
+from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear
+from fsdp_qlora.model.quantizers.int8 import Int8Linear
+from fsdp_qlora.model.quantizers.routed import is_transposed
+
+
+class Quantizer(NamedTuple):
+    """Layer classes for the linear layers and for the experts of a model; None if experts cannot be quantized."""
+
+    linear: type[QuantizedLinear]
+    experts: type[QuantizedExperts] | None
+
+
+QUANTIZERS: dict[str, Quantizer] = {
+    "bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts),
+    "hqq": Quantizer(HqqLinear, HqqExperts),
+    "int8": Quantizer(Int8Linear, None),
+}
+
+
+def quantize_layers(
+    model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
+) -> bool:
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones of these `options`.
+
+    Returns whether there were experts that the quantizer could replace.
+    """
+    quantized = QUANTIZERS[quantizer]
+    for name in linears:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), name
+        model.set_submodule(name, quantized.linear(linear, **options))
+    replaced = False
+    for name in experts:
+        path, _, leaf = name.rpartition(".")
+        parent, parameter = model.get_submodule(path), model.get_parameter(name)
+        if quantized.experts is None:
+            continue
+        layer = quantized.experts(parameter, transposed=is_transposed(parent), **options)
+        if layer.supports():
+            delattr(parent, leaf)
+            parent.add_module(leaf, layer)
+            replaced = True
+    return replaced

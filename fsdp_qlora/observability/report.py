@@ -1,0 +1,279 @@
+"""A report: one HTML file that contains everything it shows and loads nothing.
+
+`Facts` writes facts.json while a run trains, `read_run` reads all that a run has left, `write_report` draws it.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import html
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_qlora import __version__
+from fsdp_qlora.config.options import DEFAULTS
+from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.distributed.supervision import clock
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_json, refusal_named, staged_file, write_json
+from fsdp_qlora.utils.records import numbers_in, plain, read_records
+from fsdp_qlora.utils.redact import redact, redact_values
+from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, STATUS
+
+log = logging.getLogger("fsdp_qlora")
+
+REPORT_FILE, CONFIG_FILE, FACTS_FILE = "report.html", "config.yaml", "facts.json"
+_MARK = "<!-- a report by fsdp_qlora -->"  # marks files that may be replaced
+_PARTS = Path(__file__).resolve().parent
+
+_MOST_POINTS = 1200  # of a curve: more than a screen has
+_MOST_SAMPLES = 400
+_MOST_CHARACTERS = 4000  # of a sample
+_TAIL = 2**20  # bytes of a file, in which its last line is
+_REWARDS = ("reward", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+_OF_ANSWERS = ("completions/mean_length", "completions/clipped_ratio", "entropy", "kl")
+_SUMS = {"tokens": "num_tokens", "learned": "num_target_tokens", "seconds": "step_seconds", "skipped": "skipped"}
+_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS, *_OF_ANSWERS)
+
+
+class Facts:
+    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank 0 only.
+
+    Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A failure to write is no
+    reason to stop a run. started: when this start began, by control.clock. step: where it begins.
+    """
+
+    def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
+        self._path = folder / FACTS_FILE if is_rank_0 else None
+        self._marked = started
+        self._start: dict[str, Any] = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": {}}
+        self._starts: list[dict[str, Any]] | None = None
+        self._about: dict[str, Any] = {}
+
+    def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Facts about the run, by heading: environment, data, memory; those of the last start are kept."""
+        if self._path is None:
+            return
+        try:
+            self._about |= about()
+        except Exception as error:  # such as a driver's program that has gone wrong
+            log.debug("Facts for the report could not be found out: %s", error)
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark belongs to this phase."""
+        now = clock.elapsed()
+        seconds = self._start["seconds"]
+        seconds[phase] = seconds.get(phase, 0.0) + now - self._marked
+        self._marked = now
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        if self._starts is None:  # the folder may have been another run's until training began
+            self._starts = read_json(self._path).get("starts", [])
+        with contextlib.suppress(OSError):
+            write_json(self._path, {**self._about, "starts": [*self._starts, self._start]})
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder describes it; all values are JSON types.
+
+    steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
+    evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.
+    """
+
+    name: str
+    status: dict[str, Any]
+    steps: dict[str, list[Any]]
+    evaluations: dict[str, list[Any]]
+    totals: dict[str, Any]
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        UserError: no run has left its metrics there.
+    """
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a run's --output_dir.")
+    records = read_records(path)
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "eval_loss" in record]
+    return RunRecord(
+        name=redact(folder.name or str(folder)),
+        status=read_json(folder / STATUS),
+        steps=_step_columns(steps),
+        evaluations={name: [record.get(name) for record in evaluations] for name in dict.fromkeys(chain(*evaluations))},
+        totals=_totals(steps),
+        settings=_settings(folder / CONFIG_FILE),
+        facts=redact_values(read_json(folder / FACTS_FILE)),
+        samples=redact_values(_samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)),
+    )
+
+
+def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The curves by column, with tokens and hours since the run began, and the memory of the fullest rank."""
+    tokens = seconds = 0.0
+    rows = []
+    for record in records:
+        tokens += _number(record.get("num_tokens"))
+        seconds += _number(record.get("step_seconds"))
+        memory = record.get("memory_gib")
+        kinds = memory.items() if isinstance(memory, dict) else ()
+        fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
+        curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
+        rows.append({**curves, **fullest, "tokens": tokens, "hours": seconds / 3600})
+    kept = [rows[index] for index in _rows_to_draw(rows)]
+    return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
+
+
+def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The rows to draw: the first, lowest and highest of each part of a long run."""
+    if len(rows) <= _MOST_POINTS:
+        return list(range(len(rows)))
+    size = math.ceil(4 * len(rows) / _MOST_POINTS)
+    chosen = {len(rows) - 1}
+    for start in range(0, len(rows), size):
+        part = range(start, min(start + size, len(rows)))
+        chosen.add(start)
+        for name in ("loss", "grad_norm"):
+            ordered = sorted(part, key=lambda index: _number(rows[index].get(name)))
+            chosen |= {ordered[0], ordered[-1]}
+    return sorted(chosen)
+
+
+def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over all steps, and the mean speed."""
+    sums = {name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()}
+    return {**sums, "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The first and the last samples; those between are left out where there are very many."""
+    rows = [
+        {"step": row["step"], **{key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}}
+        for row in read_records(path)
+    ]
+    half = _MOST_SAMPLES // 2
+    return rows if len(rows) <= _MOST_SAMPLES else rows[:half] + rows[-half:]
+
+
+def _answers(path: Path) -> list[dict[str, Any]]:
+    """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
+    rows, lines = [], []
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        lines += [file.readline()]
+        file.seek(path.stat().st_size // 2)
+        lines += [file.readline(), file.readline()][1:]
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines += file.readlines()[-1:]
+        rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
+    prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
+    texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
+    found = zip(rows, prompts, texts, strict=True)
+    return [{"step": row["step"], "prompt": asked[:_MOST_CHARACTERS], "text": text} for row, asked, text in found]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _finite(value: object) -> object:
+    """Rounded to what a curve shows; None for what is no finite number."""
+    if isinstance(value, int) or not isinstance(value, float):
+        return value if isinstance(value, (int, type(None))) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# --- the page ---
+
+
+def make_page(runs: Sequence[RunRecord]) -> str:
+    """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags and scripts."""
+    script = "\n" + (_PARTS / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        (_PARTS / "page.html")
+        .read_text(encoding="utf-8")
+        .format(
+            mark=_MARK,
+            script_hash=f"sha256-{digest}",
+            title=html.escape(" · ".join(run.name for run in runs)),
+            style=(_PARTS / "page.css").read_text(encoding="utf-8"),
+            data=_as_data(runs),
+            script=script,
+        )
+    )
+
+
+def _as_data(runs: Sequence[RunRecord]) -> str:
+    """JSON in which no text can close the script element or open another."""
+    content = {
+        "version": __version__,
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "defaults": resolved_options(DEFAULTS),
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
+    text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None) -> None:
+    """Write the report of some runs' folders.
+
+    Args:
+        state: instead of that in status.json, which a run writes last.
+    Raises:
+        UserError: a folder is not a run's, or `out` is somebody else's file or cannot be written.
+    """
+    runs = [read_run(folder) for folder in folders]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [dataclasses.replace(run, name=redact(str(folder))) for run, folder in zip(runs, folders, strict=True)]
+    if state is not None:
+        runs = [dataclasses.replace(run, status=run.status | {"state": state}) for run in runs]
+    page = make_page(runs)
+    with refusal_named("out", out):
+        if out.exists() and not _is_ours(out):
+            raise UserError(f"--out {out} exists and is not a report. Give another file.")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(out) as partial:
+            partial.write_text(page, encoding="utf-8")
+
+
+def _is_ours(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return _MARK in file.read(200)
+
+
+def write_at_end(folder: Path, *, state: str | None) -> None:
+    """Write a run's report into its folder. A failure is logged and stops nothing. state: as for `write_report`."""
+    try:
+        write_report([folder], folder / REPORT_FILE, state=state)
+    except Exception as error:
+        log.warning("No report was written: %s", error)

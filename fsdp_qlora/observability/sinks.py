@@ -1,0 +1,214 @@
+"""The base classes of sinks, and TensorBoard's: curves on this machine, named as wandb has them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fsdp_qlora.distributed.supervision.clock import within
+from fsdp_qlora.utils.records import Record, numbers_in, read_records
+from fsdp_qlora.utils.redact import redact
+from fsdp_qlora.utils.run_files import METRICS_FILE
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """Facts about the run for its sinks, which publish them: without secrets.
+
+    output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
+    whole run. config: the resolved options. run_id: the same for every start of a run, so that wandb resumes it.
+    """
+
+    output_dir: Path
+    total_steps: int
+    config: Mapping[str, Any]
+    run_id: str | None = None
+
+
+class Sink:
+    """A destination of the run's numbers. A sink overrides the methods it needs."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        """Open it. The folder is there, and metrics.jsonl holds what earlier starts of the run have logged."""
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """Why it cannot be used here, and the command that helps; found out without a slow import."""
+        return None
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        """Log one optimizer step's record; `eta_seconds` is None until the pace is known."""
+
+    def evaluation(self, record: Record) -> None:
+        """Log one evaluation's record."""
+
+    def flush(self) -> None:
+        """Make all records so far survive a power cut, as far as the sink can."""
+
+    def summary(self, values: Record) -> None:
+        """Log the run's final values."""
+
+    def close(self, exit_code: int) -> None:
+        """Close the sink; exit code 0 marks the run as finished, any other as failed."""
+
+
+class QueuedSink(Sink):
+    """A sink whose library may block or fail: one thread makes all calls to it, with a time limit at start and end.
+
+    The first failure is logged once and ends the sink; the calls that wait in a full queue count as one.
+
+    Attributes:
+        name: as --log_to gives it, which is that of the package.
+        client: the library's object, which `open` returns; None if there is none.
+    """
+
+    name: ClassVar[str]
+    start_seconds: ClassVar[float] = 60.0
+    finish_seconds: ClassVar[float] = 15.0
+    most_waiting: ClassVar[int] = 10_000  # records held for a library that does not return
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.client: Any = None
+        self._has_failed = self._is_reported = False
+        self._calls: queue.Queue[Callable[[], object]] = queue.Queue(self.most_waiting)
+        try:
+            earlier = read_records(options.output_dir / METRICS_FILE)
+            self.client = within(self.start_seconds, partial(self.open, options))
+        except Exception as error:
+            self.fail(error)
+        if self.client is not None:
+            threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True).start()
+            self.post(partial(self.catch_up, earlier))
+
+    @classmethod
+    def problem(cls) -> str | None:
+        name = cls.name
+        return None if importlib.util.find_spec(name) else f"{name} is not installed. Run `pip install {name}`"
+
+    def open(self, options: SinkOptions) -> Any:
+        """Start the library's run, and return its object."""
+        raise NotImplementedError
+
+    def catch_up(self, earlier: Sequence[Record]) -> None:
+        """Send the records of earlier starts that the library lacks."""
+        for record in earlier:
+            self.log(record)
+
+    def log(self, record: Record) -> None:
+        """Send a step's or an evaluation's record."""
+        raise NotImplementedError
+
+    def finish(self, exit_code: int) -> None:
+        """End the library's run, after all calls have been made."""
+
+    def advice(self) -> str:
+        """Advice to the user about missing records."""
+        return ""
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        self.post(partial(self.log, record))
+
+    def evaluation(self, record: Record) -> None:
+        self.post(partial(self.log, record))
+
+    def close(self, exit_code: int) -> None:
+        if self.client is not None:
+            try:
+                within(self.finish_seconds, partial(self._finish, exit_code))
+            except Exception as error:
+                self.fail(error)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Queue a call for the thread. It must not wait for the library."""
+        if self.client is None or self._has_failed:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.fail(f"it has not accepted the last {self.most_waiting:,} records")
+
+    def fail(self, error: Exception | str) -> None:
+        """Send nothing more, and say so once."""
+        self._has_failed = True
+        self.report_incomplete(error)
+
+    def report_incomplete(self, error: Exception | str) -> None:
+        """Say once that the library does not have all records."""
+        if not self._is_reported:
+            self._is_reported = True
+            log.info(
+                f"{self.name}: the run there is incomplete ({reason(error)}). Training is not affected, all numbers "
+                f"are in {METRICS_FILE}. {self.advice()}".rstrip()
+            )
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                if not self._has_failed:
+                    call()
+            except Exception as error:
+                self.fail(error)
+            finally:
+                self._calls.task_done()
+
+    def _finish(self, exit_code: int) -> None:
+        self._calls.join()
+        self.finish(exit_code)
+
+
+class TensorBoardSink(QueuedSink):
+    """Scalars by step in `tensorboard/` of the run's folder, in float32.
+
+    Each start writes the records of earlier ones again, so that the curves are those of metrics.jsonl.
+    """
+
+    name = "tensorboard"
+
+    def open(self, options: SinkOptions) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = options.output_dir / "tensorboard"
+        for path in folder.glob("events.out.tfevents.*"):
+            path.unlink()
+        writer = SummaryWriter(str(folder))
+        writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in options.config.items()), 0)
+        log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
+        return writer
+
+    def log(self, record: Record) -> None:
+        for name, number in curves(record).items():
+            self.client.add_scalar(name, number, record["step"])
+
+    def flush(self) -> None:
+        self.post(lambda: self.client.flush())
+
+    def finish(self, exit_code: int) -> None:
+        self.client.close()
+
+
+def reason(error: Exception | str) -> str:
+    """The first line of an error, without secrets."""
+    return redact((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
+
+
+def named_numbers(record: Record) -> dict[str, float]:
+    """The numbers of a record by path. Those of an evaluation have names of their own: they share a step's row."""
+    numbers = numbers_in(record)
+    if "eval_loss" not in record:
+        return numbers
+    return {name if name.startswith("eval_") else f"eval_{name}": number for name, number in numbers.items()}
+
+
+def curves(record: Record) -> dict[str, float]:
+    """The named numbers of a record that are drawn by step."""
+    return {name: number for name, number in named_numbers(record).items() if not name.endswith("step")}

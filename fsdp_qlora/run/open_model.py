@@ -1,0 +1,171 @@
+"""Generates text with a model as it was trained: its base in the same precision, on the same cards, its adapter."""
+
+import dataclasses
+import datetime
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.device import configure_kernels
+from fsdp_qlora.distributed.process_group import all_gather_strings, release_loading_memory, start_process_group
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.store import connect, kept_until_all_connect
+from fsdp_qlora.distributed.supervision import exits
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
+from fsdp_qlora.run.load_model import fetch_weights, load_model
+from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
+from fsdp_qlora.training.generation.questions import PromptFormat, Question, chosen_format, question
+from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
+
+log = logging.getLogger("fsdp_qlora")
+
+_IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
+
+
+def load_trained(
+    config: TrainConfig, ranks: Ranks, folder: Path | None, prepare: Callable[[PlacedModel], object] = lambda plan: None
+) -> PlacedModel:
+    """Load a model as it was trained, and log in one line which it is. Called on every rank.
+
+    Args:
+        folder: of the adapter or the trained model, with its tokenizer; None for a base.
+        prepare: called before weights are fetched and ranks wait for each other.
+    """
+    level = log.level
+    if not config.verbose:
+        log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
+    configure_kernels()
+    store = connect(ranks)
+    with kept_until_all_connect(store, ranks):
+        plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
+        if folder is not None and (folder / "tokenizer_config.json").is_file():
+            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+            plan = dataclasses.replace(plan, tokenizer=tokenizer)
+        prepare(plan)
+        weights = fetch_weights(config, plan, ranks, store)
+    start_process_group(ranks, store)
+    with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
+        load_model(config, plan, weights, ranks)
+    release_loading_memory(ranks.device)
+    if (plan.folder / "generation_config.json").is_file():
+        plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
+    log.setLevel(level)
+    adapter = f" with {folder}" if folder and config.adapter else ""
+    processes = f"{ranks.world_size} process{'es' * (ranks.world_size > 1)}"
+    log.info("%s%s (%s, %s)", config.model_name, adapter, config.train_type, processes)
+    return plan
+
+
+class LoadedModel:
+    """A model that answers. Every rank makes one, and calls the same methods.
+
+    Args:
+        folder: as for `load_trained`, with the format of its prompts.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
+        plan = load_trained(config, ranks, folder)
+        self.ranks, self.sampling, noted = ranks, sampling, None
+        if folder is not None and config.prompt_template is None:
+            noted = read_json(folder / "training.json").get("prompt")
+        tokenizer, model = plan.tokenizer, plan.meta.model
+        record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
+        self.format = PromptFormat(tokenizer, record)
+        self.stops = Stops(tokenizer, model, self.format.stop_text)
+        self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
+
+    def stream(self, asked: Question, number: int, output: Any) -> str:
+        """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
+        answers = [Answer(number, self.format.ids(asked))] if self.ranks.is_rank_0 else []
+        printed = 0
+        held = len(self.format.stop_text)
+
+        def show(answer: Answer) -> None:
+            nonlocal printed
+            text = self.stops.text_of(answer)
+            ready = len(text) if answer.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
+            print(text[printed:ready], end="", file=output, flush=True)
+            printed = ready
+
+        self._generator.generate(answers, show)
+        if not answers:
+            return ""
+        text = self.stops.text_of(answers[0])
+        print(text[printed:], file=output, flush=True)
+        return text
+
+    def answer_all(self, asked: Sequence[Question], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+        """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
+        every rank."""
+        size = batch_size * self.ranks.world_size
+        for start in range(0, len(asked), size):
+            mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)
+            answers = [Answer(number, self.format.ids(asked[number])) for number in mine]
+            self._generator.generate(answers)
+            yield gather_answers(answers, self._result, torch.device("cpu"))
+
+    def _result(self, answer: Answer) -> dict[str, Any]:
+        finish = "stop" if answer.is_done else "length"
+        return {"completion": self.stops.text_of(answer), "num_tokens": len(answer.tokens), "finish": finish}
+
+
+def answer_file(
+    model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Question]], out: Path, batch_size: int
+) -> None:
+    """Answer the rows of a file; `out` holds them with a completion each, and appears when it is complete.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    done = []
+    with tqdm(total=len(rows), unit=" prompts", disable=not model.ranks.is_rank_0 or not sys.stderr.isatty()) as bar:
+        for results in model.answer_all([asked for _, asked in rows], batch_size):
+            done += results
+            bar.update(len(results))
+    if model.ranks.is_rank_0:
+        with refusal_named("out", out), staged_file(out) as partial:
+            answered = ({**row, **result} for (row, _), result in zip(rows, done, strict=True))
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered]
+            partial.write_text("".join(lines), encoding="utf-8")
+        log.info("Saved: %s (%d prompts)", out, len(rows))
+
+
+def chat(model: LoadedModel, system: str) -> None:
+    """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees earlier turns."""
+    is_terminal = sys.stdin.isatty()
+    # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
+    waiting = dist.new_group(timeout=_IDLE, backend="gloo")
+    messages = question("", system=system).messages[:-1]
+    number = 0
+    if model.ranks.is_rank_0 and is_terminal:
+        print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
+    while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:
+        if not line:
+            messages = question("", system=system).messages[:-1]
+            continue
+        asked = Question([*messages, {"role": "user", "content": line}])
+        text = model.stream(asked, number, sys.stdout)
+        number += 1
+        if model.format.keeps_history:
+            messages = [*asked.messages, {"role": "assistant", "content": text}]
+
+
+def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> str | None:
+    """A line that was typed on rank 0, on every rank; None at the end."""
+    line = ""
+    if ranks.is_rank_0:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+    line = all_gather_strings(line, torch.device("cpu"), waiting)[0]
+    return line.strip() if line else None

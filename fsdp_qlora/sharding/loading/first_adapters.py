@@ -1,0 +1,170 @@
+"""First values of adapters: computed from the weights in the files, or those of a pretrained adapter's file."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed.process_group import raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import derive_seed
+from fsdp_qlora.distributed.shards import own_rows, store_rows
+from fsdp_qlora.model.adapters import first_values
+from fsdp_qlora.model.adapters.first_values import adapted_weights
+from fsdp_qlora.model.adapters.insert import adapter_parameters, full_parameters, reduces_base
+from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, tensor_differences
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.hub import is_hub_name
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@torch.no_grad()
+def decompose_weights(
+    model: nn.Module,
+    weights: Weights,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    init: str,
+    seed: int,
+) -> None:
+    """Initialize adapters from the weights in the files, before the weights are loaded. Called on every rank.
+
+    The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
+    If their product is subtracted from the base, A and B are rounded to bf16. Then a bf16 run gathers exactly the
+    values that were subtracted, and their product does not depend on how it is split.
+    """
+    layers = list(adapted_weights(model).items())
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for start in range(0, len(layers), size):
+        shared = layers[start : start + size]
+        mine: tuple[torch.Tensor, ...] = ()
+        if rank < len(shared):
+            name, layer = shared[rank]
+            weight = weights.read_whole(name).to(device)
+            mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
+            del weight
+        for owner, (_, layer) in enumerate(shared):
+            for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
+                whole = mine[index] if owner == rank else torch.empty(parameter.shape, device=device)
+                dist.broadcast(whole, src=owner)
+                first, last = own_rows(parameter, mesh)
+                store_rows(parameter, whole[first:last])
+            if reduces_base(init):
+                layer.subtract_from_base()
+    log.info("Adapters start from their weights: %s of %d.", init, len(layers))
+
+
+def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
+    rank, scaling = layer.lora.lora_A.out_features, layer.lora.scaling
+    matrix = weight.float()
+    if init == "loftq":
+        # PiSSA of the quantization error (Li et al. 2023). With one iteration, PEFT's default, the base is the
+        # quantized weight itself, which anyone can reproduce.
+        assert isinstance(layer.base_layer, QuantizedWeight)
+        matrix = matrix - layer.base_layer.quantize_whole(weight).float()
+    if init == "olora":
+        lora_A, lora_B = first_values.olora(matrix, rank)
+    elif init.startswith("pissa_niter_"):
+        iterations = int(init.removeprefix("pissa_niter_"))
+        lora_A, lora_B = first_values.pissa_niter(matrix, rank, scaling, iterations=iterations, seed=seed)
+    else:
+        lora_A, lora_B = first_values.pissa(matrix, rank, scaling)
+    if reduces_base(init):
+        lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
+    return lora_A.contiguous(), lora_B.contiguous()
+
+
+# --- of a pretrained adapter: each rank reads its own rows ---
+
+
+def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declared_base: str | None, init: str) -> None:
+    """Refuse an adapter whose base has another name on the hub, or whose tensors are not those of this model's.
+
+    own: the model's name. declared_base: --base_name.
+    """
+    base = adapter.base_name
+    if is_hub_name(base) and is_hub_name(own) and base.lower() not in (own.lower(), (declared_base or "").lower()):
+        raise UserError(
+            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {own}. If they are the same "
+            f"weights, in other bits or under another name, say so: --base_name {base}."
+        )
+    shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
+    if reduces_base(init):  # saved in twice the rank
+        shapes = {name: (2 * a, b) if name.endswith("lora_A.weight") else (a, 2 * b) for name, (a, b) in shapes.items()}
+    shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
+    if found := tensor_differences(adapter.shapes, shapes):
+        raise UserError(
+            f"--adapter {adapter.folder} does not fit this model and these options (its base is "
+            f"{base or 'not named'}):\n  " + "\n  ".join(found)
+        )
+
+
+@torch.no_grad()
+def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
+    """Read the product to subtract from the base out of an adapter of twice the rank, before the base is loaded.
+
+    Called on every rank.
+    """
+    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
+        for name, parameter in adapter_parameters(model):
+            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=1))
+    for layer in adapted_weights(model).values():
+        layer.subtract_from_base()
+
+
+@torch.no_grad()
+def fill_from(
+    model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device, *, init: str
+) -> None:
+    """Give the adapter of a loaded model the values of a pretrained one. Called on every rank."""
+    half = 0 if reduces_base(init) else None
+    parameters = [*adapter_parameters(model), *full_parameters(model)]
+    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
+        for name, parameter in parameters:
+            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=half))
+    log.info("The adapter starts from %s (%d tensors).", adapter.folder, len(parameters))
+
+
+def _rows(
+    file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh, *, half: int | None
+) -> torch.Tensor:
+    """This rank's rows of a tensor, float32.
+
+    Args:
+        half: of a tensor of twice the rank, 0 for what trains, [A; ...] and [B, ...], or 1 for what was subtracted,
+            [...; A0] and [..., -B0]; None for all of it.
+    """
+    first, last = own_rows(parameter, mesh)
+    tensor = file.get_slice(adapter.names[name])
+    if half is None or ".lora_" not in name:
+        rows = tensor[first:last]
+    elif name.endswith("lora_A.weight"):
+        start = half * parameter.shape[0]
+        rows = tensor[start + first : start + last]
+    else:
+        rank = parameter.shape[1]
+        rows = tensor[first:last][:, half * rank : (half + 1) * rank] * (1 - 2 * half)
+    rows = rows.float()
+    if not rows.isfinite().all():
+        raise UserError(f"{name} has values that are not finite")
+    return rows
+
+
+@contextlib.contextmanager
+def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
+    """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
+    with raise_on_all_ranks(UserError, device):
+        try:
+            yield
+        except (OSError, SafetensorError, UserError) as error:
+            raise UserError(f"--adapter {adapter.folder} cannot be used: {error}. Restore the file.") from error

@@ -1,0 +1,390 @@
+"""Fill a sharded model from weight files: each rank reads only its own shards."""
+
+import copy
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from fsdp_qlora.distributed.shards import own_rows, store_rows
+from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
+from fsdp_qlora.model.adapters.insert import adapter_modules
+from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
+from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
+from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def load_weights(
+    model: PreTrainedModel,
+    weights: Weights,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    max_bytes_in_flight: int = 128 * 2**20,
+    show_progress: bool,
+) -> None:
+    """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from the weight files.
+
+    Each rank reads only the part of each tensor that it keeps, and holds only its shards and the parts in flight, at
+    most `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device and quantized. If the
+    weights in the files are quantized already, the ranks do not communicate, so one may fail alone.
+
+    Raises:
+        UserError: a file cannot be read, or a weight is not finite.
+    """
+    targets = _targets(model, packed=weights.packed)
+    for name, layer in adapted_weights(model).items():
+        if layer.subtracted is not None:
+            targets[name] = _reduced(targets[name], layer)
+    names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
+    parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
+    sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
+    hidden = not show_progress or not sys.stderr.isatty()
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
+        values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
+        for name, size, value in zip(names, sizes, values, strict=True):
+            _store(targets[name], value, mesh, device, name)
+            bar.update(size)
+
+
+def load_quantized(
+    name: str,
+    layer: QuantizedWeight,
+    weights: Weights,
+    mesh: DeviceMesh,
+    device: torch.device,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Fill one quantized layer, which has memory already, from the weight `name`; `change` is applied to it, flat."""
+    targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
+    for tensor, target in targets.items():
+        values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
+        _store(target, change(values) if change else values, mesh, device, tensor)
+
+
+class _Target(NamedTuple):
+    """Something to fill from the weight files.
+
+    shape: of the tensor in the files; None means any. wanted: the range of flat elements that this rank reads; None
+    means all. on_device: whether they are moved to the device before `store`. is_weight: whether they must be floats.
+    """
+
+    shape: torch.Size | None
+    wanted: Callable[[DeviceMesh], tuple[int, int]] | None
+    store: Callable[[torch.Tensor, DeviceMesh], None]
+    on_device: bool = False
+    is_weight: bool = False
+
+
+def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
+    start, stop = target.wanted(mesh) if target.wanted else (0, files.shape(source).numel())
+    return TensorSlice(source, start, stop)
+
+
+def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
+    values = values.to(device) if target.on_device else values
+    check_finite(values, name)
+    target.store(values, mesh)
+
+
+def check_finite(values: torch.Tensor, name: str) -> None:
+    """Raise UserError if a value of the weight `name` is not finite."""
+    if not values.is_floating_point() or not values.numel():
+        return
+    # aminmax() returns NaN if any value is NaN, and unlike isfinite() it allocates nothing.
+    if not all(extreme.isfinite() for extreme in values.aminmax()):
+        raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
+
+
+def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
+    """Name in the weight files -> its target, for every tensor of the model that they hold."""
+    targets: dict[str, _Target] = {}
+    own = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    for weight, layer in quantized_layers(model).items():
+        own.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
+        targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
+    for path, parameter in model.named_parameters():
+        if parameter not in own:
+            targets[canonical_name(path)] = _plain(parameter)
+    for path, buffer in persistent_buffers(model):
+        targets[canonical_name(path)] = _replicated(buffer)
+    return targets
+
+
+def _quantized(layer: QuantizedWeight) -> _Target:
+    return _Target(torch.Size(layer.shape), layer.shard_range, layer.load_shard, on_device=True, is_weight=True)
+
+
+def _reduced(target: _Target, layer: LoraLinear) -> _Target:
+    """A target that stores the weight minus the adapter's initial update."""
+
+    def store(values: torch.Tensor, mesh: DeviceMesh) -> None:
+        assert target.wanted is not None
+        target.store(subtract(layer, values, target.wanted(mesh)[0]), mesh)
+
+    return target._replace(store=store, on_device=True)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Name of a weight in the files -> the layer that keeps it quantized, in the order of the model."""
+    return {
+        canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+    }
+
+
+def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
+    """The tensors that make up a quantized weight, as flat bytes: each rank reads the bytes of its shards."""
+    targets: dict[str, _Target] = {}
+    for suffix, stored in layer.stored_parameters().items():
+        wanted = functools.partial(layer.stored_range, stored)
+        store = functools.partial(_store_bytes, layer, stored, weight + suffix)
+        targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), wanted, store)
+    for suffix in layer.stored_whole():  # which every rank reads whole, and checks
+        targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
+    return targets
+
+
+def _store_bytes(
+    layer: QuantizedWeight, stored: StoredParameter, name: str, values: torch.Tensor, mesh: DeviceMesh
+) -> None:
+    if stored.form.dtype.is_floating_point:
+        check_finite(values.view(stored.form.dtype), name)
+    write_bytes(getattr(layer, stored.parameter), values)
+
+
+def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+    layer.load_whole(suffix, name, values)
+
+
+def _plain(parameter: nn.Parameter) -> _Target:
+    def wanted(mesh: DeviceMesh) -> tuple[int, int]:
+        first, last = own_rows(parameter, mesh)
+        row = parameter.numel() // max(parameter.shape[0], 1)
+        return first * row, last * row
+
+    return _Target(parameter.shape, wanted, lambda values, mesh: store_rows(parameter, values), is_weight=True)
+
+
+def _replicated(buffer: torch.Tensor) -> _Target:
+    return _Target(buffer.shape, None, lambda values, mesh: store_rows(buffer, values))
+
+
+class MergedTensor:
+    """A parameter and the tensors of the files that it is assembled from, such as one per expert.
+
+    transformers' own conversions for the model decide which tensors, and in what order.
+    """
+
+    def __init__(
+        self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: PreTrainedModel
+    ) -> None:
+        self.name, self.shape = name, shape
+        self._converters, self._model = converters, model
+        self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
+
+    def add(self, source: str, pattern: str) -> None:
+        self._sources.setdefault(pattern, []).append(source)
+
+    @property
+    def _converter(self) -> WeightConverter:
+        pattern = next(iter(self._sources))
+        return next(converter for converter in self._converters if pattern in converter.source_patterns)
+
+    def missing(self) -> list[str]:
+        absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
+        for pattern, sources in self._sources.items():
+            numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
+            found = [match for match in map(numbered.search, sources) if match and match.groups()]
+            indices = {int(match[1]) for match in found}
+            if found:
+                before, after = found[0].string[: found[0].start(1)], found[0].string[found[0].end(1) :]
+                absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
+        return absent
+
+    def define(self, files: WeightFiles) -> None:
+        """Define the parameter in the files: joined from its parts, or, where the conversion mixes them, computed.
+
+        Raises UserError if the shapes of the parts do not fit together.
+        """
+        sources = sorted(source for group in self._sources.values() for source in group)
+        forms = {source: files.form(source) for source in sources}
+        result = self._convert(_on_meta(forms))[self.name]
+        order = self._order(files, sources) if len(self._converter.target_patterns) == 1 else None
+        if order:
+            files.join(self.name, order, result.shape)
+        else:
+            files.define(self.name, _Converted(self.name, forms, result, self._convert))
+
+    def siblings(self, files: WeightFiles) -> Iterator["MergedTensor"]:
+        """The other parameters that the conversion makes of the same parts, such as keys and values of fused ones."""
+        if len(self._converter.target_patterns) == 1:
+            return
+        forms = {source: files.form(source) for group in self._sources.values() for source in group}
+        for name, result in self._convert(_on_meta(forms)).items():
+            if name != self.name:
+                sibling = MergedTensor(name, result.shape, self._converters, self._model)
+                sibling._sources = self._sources
+                yield sibling
+
+    def _order(self, files: WeightFiles, sources: list[str]) -> list[str] | None:
+        """The parts in the order whose concatenation is the flattened parameter, if there is one."""
+        # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.
+        side = 2
+        marks = {}
+        for number, source in enumerate(sources):
+            dims = [side] * len(files.shape(source))
+            marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
+        try:
+            order = self._convert(marks)[self.name].flatten()
+        except UserError:  # the conversion is one of these shapes alone
+            return None
+        runs = order.view(len(sources), -1)
+        numbers = runs[:, 0] // runs.shape[1]
+        if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
+            return None
+        return [sources[number] for number in numbers.tolist()]
+
+    def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Parameter -> its value, of the parts' values, by transformers' conversion."""
+        converter = copy.deepcopy(self._converter)
+        for pattern, sources in self._sources.items():
+            for source in sorted(sources, key=dot_natural_key):
+                converter.add_tensor(self.name, source, pattern, tensors[source])
+        try:
+            results = converter.convert(self.name, model=self._model, config=self._model.config)
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
+        return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+
+def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(form.shape, dtype=form.dtype, device="meta") for name, form in forms.items()}
+
+
+class _Converted(DecodedTensor):
+    """A parameter that transformers' conversion makes of whole tensors, such as rows in another order.
+
+    form: of the parameter, on meta. convert: from `MergedTensor`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forms: Mapping[str, TensorForm],
+        form: torch.Tensor,
+        convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+    ) -> None:
+        super().__init__([*forms], form.shape, form.dtype, unit=form.numel())
+        self._name, self._forms, self._convert = name, forms, convert
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        shapes = {part: form.shape for part, form in self._forms.items()}
+        whole = {part: read(part, 0, math.prod(shape)).view(shape) for part, shape in shapes.items()}
+        return self._convert(whole)[self._name].contiguous()
+
+
+class _Match(NamedTuple):
+    """sources: as in Weights. merged: parameters made of several tensors. extra: tensors unknown to the model."""
+
+    sources: dict[str, str]
+    merged: dict[str, MergedTensor]
+    extra: list[str]
+
+
+def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = False) -> Weights:
+    """Find every tensor that the model needs in the files of a model folder.
+
+    Args:
+        packed: the weights in the files are quantized already, in the format of the layers.
+    Raises:
+        UserError: tensors are missing, unknown, of the wrong shape or no floats; each is named with its file.
+    """
+    targets = _targets(model, packed=packed)
+    match = _match(model, files, {name: target.shape for name, target in targets.items()})
+    if outside := [source for source in match.extra if PACKED_STATE in source]:
+        raise UserError(
+            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
+            "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
+        )
+    for tensor in match.merged.values():
+        if not tensor.missing():
+            tensor.define(files)
+    if problems := list(_problems(match, files, targets)):
+        shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
+        raise UserError(
+            f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
+            f"describes:\n  {shown}\nDownload the model again, or give another folder."
+        )
+    return Weights(files, match.sources, packed)
+
+
+def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
+    """Map each tensor of the files to its name in the model, by transformers' own renaming and merging."""
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    names = dict.fromkeys(expected)
+    match = _Match({}, {}, [])
+    for source in files.files:
+        name, pattern = source, None
+        if name not in expected:
+            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)
+        if name in expected and pattern is not None:
+            tensor = MergedTensor(name, expected[name] or torch.Size(), converters, model)
+            match.merged.setdefault(name, tensor).add(source, pattern)
+        elif name in expected:
+            match.sources[name] = source
+        elif not _may_be_left_over(model, name):
+            match.extra.append(source)
+    for tensor in list(match.merged.values()):
+        match.merged.update({other.name: other for other in tensor.siblings(files) if other.name in expected})
+    match.sources.update({name: name for name in match.merged})
+    return match
+
+
+def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target]) -> Iterator[str]:
+    """Why the files do not match the model, one line each."""
+    for name, tensor in match.merged.items():
+        yield from (f"missing: {part} (a part of {name})" for part in tensor.missing())
+    yield from (
+        f"missing: {name} {list(target.shape or ())}" for name, target in targets.items() if name not in match.sources
+    )
+    yield from (f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra)
+    for name, source in match.sources.items():
+        if source not in files.files:
+            continue
+        shape, found, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
+        if shape is not None and shape != found.shape:
+            yield f"wrong shape: {where} is {list(found.shape)}, the model's is {list(shape)}"
+        if targets[name].is_weight and found.dtype not in _FLOATS:
+            yield f"wrong type: {where} is {str(found.dtype)[6:]}, and weights are 16- or 32-bit floats"
+
+
+def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model does not need this tensor of old or tied models' files: a tied head or a rotary table."""
+    tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
+    known = [
+        r"rotary_emb\.inv_freq$",
+        r"\.(attn|attention)\.(masked_)?bias$",
+        *(model._keys_to_ignore_on_load_unexpected or []),
+    ]
+    return name in tied or any(re.search(pattern, name) for pattern in known)

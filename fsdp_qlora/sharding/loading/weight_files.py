@@ -1,0 +1,297 @@
+"""The safetensors files of a model folder: where each tensor is, and reading any part of it.
+
+Parts are read with pread and not through a memory map: mapped pages count towards the process's memory.
+"""
+
+import bisect
+import itertools
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
+from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.hub import conversion_advice
+from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm
+
+_DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+_SMALL_BYTES = 2**16  # smaller buffers come from malloc
+_READERS = 4  # threads; one alone cannot saturate a network disk
+
+
+class TensorSlice(NamedTuple):
+    """Elements [start, stop) of the row-major flattened tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Joined(NamedTuple):
+    """A concatenation of tensors. ends: where each part ends, in elements."""
+
+    parts: list[str]
+    ends: list[int]
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class WeightFiles:
+    """The safetensors files of a model folder, single or indexed.
+
+    Tensors in float64 are rounded to float32 as they are read: nothing that quantizes or trains here knows float64.
+
+    Args:
+        stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
+        as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
+        file: this file of the folder alone, whatever its name.
+    Attributes:
+        files: tensor name -> file that holds it, or its first part.
+        bytes_read: bytes of tensors that this process has read.
+    Raises:
+        UserError: there are no safetensors files, one is missing or damaged, or the tensors are not `stored` like that.
+    """
+
+    def __init__(
+        self, folder: Path, stored: StoredFormat | None = None, *, as_bytes: bool = False, file: str | None = None
+    ) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        entries = _read_header(folder / file) if file else self._index()
+        for name in entries if as_bytes else packed_tensors(entries):
+            if name in entries:
+                size = entries[name].shape.numel() * entries[name].dtype.itemsize
+                entries[name] = entries[name]._replace(dtype=torch.uint8, shape=torch.Size([size]))
+        self._entries = entries
+        decoded, unknown = find_decoded(stored, self._entries, folder)
+        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
+        files = {name: entry.file for name, entry in self._entries.items()}
+        files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
+        self.files = {name: file for name, file in files.items() if name not in unknown}
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def _index(self) -> dict[str, StoredTensor]:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            single = self.folder / "model.safetensors"
+            files = [single] if single.is_file() else sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
+            if not files:
+                raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
+            return _merge_headers(files)
+        try:
+            weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
+        if absent := [name for name in names if not (self.folder / name).is_file()]:
+            raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
+        headers = {name: _read_header(self.folder / name) for name in names}
+        for tensor, name in weight_map.items():
+            if tensor not in headers[name]:
+                raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
+        return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+
+    def _other_weights(self) -> str:
+        pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+        if not pickled:
+            return "Download the model's weights into it."
+        return (
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not supported: they can run code. "
+            f"{conversion_advice(str(self.folder))}"
+        )
+
+    def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
+        """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`."""
+        if len(dtypes := {self.dtype(part) for part in parts}) > 1:
+            raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
+        ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
+        assert ends[-1] == shape.numel(), name
+        self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0]), shape)
+        self.files[name] = self.files[parts[0]]
+
+    def define(self, name: str, tensor: DecodedTensor) -> None:
+        """Define `name` as a tensor that is computed from tensors of the files."""
+        self._tensors[name] = tensor
+        self.files[name] = self.files[tensor.parts[0]]
+
+    def shape(self, name: str) -> torch.Size:
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def form(self, name: str) -> TensorForm:
+        return TensorForm(self.dtype(name), tuple(self.shape(name)))
+
+    def origins(self, name: str) -> dict[str, Path]:
+        """The tensors of the files that make up `name` -> their files."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, _Joined):
+            return {origin: file for part in tensor.parts for origin, file in self.origins(part).items()}
+        origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
+        return {origin: self._entries[origin].file for origin in origins}
+
+    def parts(self, name: str) -> list[TensorSlice]:
+        """The tensors of the files, decoded, whose concatenation is the flattened tensor `name`."""
+        return list(self._whole_tensors(name, 0, self.shape(name).numel()))
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
+        shape = self.shape(name)
+        row = math.prod(shape[1:])
+        return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype."""
+        part = _buffer(stop - start, self.dtype(name))
+        filled = 0
+        for source, first, last in self._whole_tensors(name, start, stop):
+            piece = part[filled : filled + last - first]
+            if isinstance(tensor := self._tensors[source], DecodedTensor):
+                piece.copy_(tensor.read_flat(self._read_stored, first, last))
+            else:
+                self._read_into(source, first, piece)
+            filled += last - first
+        return part
+
+    def _read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor of the files, never decoded."""
+        part = _buffer(stop - start, self._entries[name].dtype)
+        self._read_into(name, start, part)
+        return part
+
+    def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
+        """The non-empty slices of tensors of the files that make up elements [start, stop) of `name`."""
+        tensor = self._tensors[name]
+        if not isinstance(tensor, _Joined):
+            yield from [TensorSlice(name, start, stop)] * (start < stop)
+            return
+        parts, ends = tensor.parts, tensor.ends
+        index = bisect.bisect_right(ends, start)
+        while start < stop:
+            begin = ends[index - 1] if index else 0
+            last = min(stop, ends[index])
+            yield TensorSlice(parts[index], start - begin, last - begin)
+            start, index = last, index + 1
+
+    def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
+        entry = self._entries[name]
+        array: Any = part.view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
+        buffer = memoryview(array)
+        position = entry.start + start * entry.dtype.itemsize
+        try:
+            descriptor = self._descriptor(entry.file)
+            while buffer:
+                count = os.preadv(descriptor, [buffer], position)
+                if count == 0:
+                    raise OSError("the file has become shorter")
+                buffer, position = buffer[count:], position + count
+        except OSError as error:
+            raise UserError(f"{entry.file} cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
+        with self._lock:
+            self.bytes_read += part.nbytes
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor whose memory is returned to the system as soon as it is freed.
+
+    malloc would keep memory that the reading threads allocate and another thread frees: 150 MiB and more.
+    """
+    size = count * dtype.itemsize
+    if size < _SMALL_BYTES:
+        return torch.empty(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+
+
+def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
+    """The tensors of files without an index."""
+    entries: dict[str, StoredTensor] = {}
+    for path in files:
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise UserError(
+                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one to "
+                    "use. Leave only the model's own files in the folder."
+                )
+            entries[name] = entry
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a file, after safetensors itself has found the file complete and consistent."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
+    header.pop("__metadata__", None)
+    if strange := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
+        raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
+    return {
+        name: StoredTensor(path, DTYPES[form["dtype"]], torch.Size(form["shape"]), 8 + size + form["data_offsets"][0])
+        for name, form in header.items()
+    }
+
+
+class Weights(NamedTuple):
+    """A model's weights in files.
+
+    sources: name of each of the model's tensors -> its name in the files.
+    packed: the weights in the files are quantized already, in the format of the layers.
+    """
+
+    files: WeightFiles
+    sources: Mapping[str, str]
+    packed: bool = False
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """One of the model's tensors, on the CPU, in the file's dtype."""
+        source = self.sources[name]
+        return self.files.read_rows(source, 0, self.files.shape(source)[0])
+
+
+def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
+    """Yield the parts in order, read by threads while the caller works on earlier ones.
+
+    At most `max_bytes` are read and not yet yielded; a single part may exceed that.
+    """
+    waiting: list[tuple[int, Future[torch.Tensor]]] = []
+    in_flight = 0
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="weight_files") as pool:
+        for part in parts:
+            count = (part.stop - part.start) * weight_files.dtype(part.name).itemsize
+            while waiting and in_flight + count > max_bytes:
+                done, future = waiting.pop(0)
+                yield future.result()
+                in_flight -= done
+            waiting.append((count, pool.submit(weight_files.read_flat, *part)))
+            in_flight += count
+        while waiting:
+            yield waiting.pop(0)[1].result()

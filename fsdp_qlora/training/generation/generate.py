@@ -1,0 +1,228 @@
+"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
+from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
+from fsdp_qlora.training.generation.questions import PromptFormat, Question
+from fsdp_qlora.utils.files import staged_file
+from fsdp_qlora.utils.records import read_records
+from fsdp_qlora.utils.redact import redact_values
+from fsdp_qlora.utils.run_files import SAMPLES_FILE
+
+log = logging.getLogger("fsdp_qlora")
+
+T = TypeVar("T")
+
+SAMPLE_TOKENS = 128  # of each answer of a training run, at most
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options that choose a token from a model's predictions.
+
+    temperature: 0 takes the most likely token. top_p: only the most likely tokens with this probability together are
+    drawn from (Holtzman et al. 2020). seed: of the draws; those of a prompt depend on it and the prompt's number only.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Draws:
+    """A logits processor that keeps one drawn token for each prompt.
+
+    `generate(do_sample=True)` draws from torch's own random state: answers would depend on the others in their batch.
+
+    Args:
+        numbers: of the prompts in the batch.
+    """
+
+    def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
+        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
+        self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
+        self._seeds = [derive_seed("generate", options.seed, each) for each in numbers]
+        self._sources: list[torch.Generator] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        self._sources = self._sources or [torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds]
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, own in zip(noise, self._sources, strict=True):
+            row.exponential_(generator=own)
+        # The first of exponential variables whose rates are the probabilities, as in torch.multinomial.
+        drawn = (scores.float().softmax(dim=-1) / noise).argmax(dim=-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+@dataclass
+class Answer:
+    """The text generated for one prompt. number: of the prompt. is_done: whether it has ended by itself."""
+
+    number: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Stops:
+    """When an answer ends: at a token, or where its text has come to an end that a template gives it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> None:
+        named = getattr(model.generation_config, "eos_token_id", None)
+        ends = named if isinstance(named, list) else [named]
+        self.tokens = {token for token in (tokenizer.eos_token_id, *ends) if token is not None}
+        self._tokenizer, self.text = tokenizer, text
+
+    def ends(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self.tokens:
+            return True
+        return bool(self.text) and self.text in self._tokenizer.decode(tokens[-len(self.text) - 1 :])
+
+    def text_of(self, answer: Answer) -> str:
+        """The answer as text, without what ended it."""
+        text = str(self._tokenizer.decode(answer.tokens))
+        if self.text and self.text in text:
+            return text.partition(self.text)[0]
+        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+
+class TextGenerator:
+    """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as before; a training step
+    sets the mode itself."""
+
+    def __init__(
+        self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
+    ) -> None:
+        self._model, self.ranks, self._precision = model, ranks, precision
+        self.stops, self._options = stops, options
+
+    def generate(
+        self,
+        answers: Sequence[Answer],
+        show: Callable[[Answer], object] = lambda answer: None,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Fill in the answers to this rank's prompts. Called on every rank, also on those without a prompt.
+
+        A rank that has no prompts, or whose answers have ended, takes part until those of all ranks have.
+
+        Args:
+            show: called with an answer after each of its tokens. beat: called after each forward pass,
+                on every rank; may raise, if on all of them.
+        """
+        model, device = self._model, self.ranks.device
+        batch = answers or [Answer(0, [0], is_done=True)]
+        # The model's device is the CPU where embeddings are offloaded; FSDP2 moves the inputs.
+        prompts = [torch.tensor(answer.prompt, device=model.device) for answer in batch]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+
+        def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            """Take each answer's next token; returns which have ended."""
+            for answer, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
+                if not answer.is_done:
+                    answer.tokens.append(token)
+                    answer.is_done = self.stops.ends(answer.tokens)
+                    show(answer)
+            return torch.tensor([answer.is_done for answer in batch], device=input_ids.device)
+
+        def beaten(*_: Any) -> None:
+            beat()
+
+        draws = [Draws(self._options, [each.number for each in batch])] if self._options.temperature else []
+        counts = gather_numbers([len(batch)], device).flatten().int().tolist()
+        beating = model.register_forward_hook(beaten)
+        # The model's own one may ask for sampling or penalties.
+        model_config, model.generation_config = model.generation_config, GenerationConfig()
+        head = shared_head_of(model)
+        try:
+            if head:
+                head.counts = [counts[rank] for rank in sharing_ranks(model)]
+            with torch.autocast(device.type, self._precision.compute_dtype, enabled=self._precision.autocast):
+                model.eval().generate(
+                    padded(prompts),
+                    attention_mask=padded([torch.ones_like(prompt) for prompt in prompts]),
+                    max_new_tokens=self._options.max_new_tokens,
+                    logits_processor=LogitsProcessorList(draws),
+                    stopping_criteria=StoppingCriteriaList([follow]),
+                    synced_gpus=True,
+                )
+        finally:
+            model.generation_config = model_config
+            beating.remove()
+            if head:
+                head.counts = None
+            reshard_all(model)
+
+
+def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
+    """Gather the answers of all ranks in the order of their prompts, each as `describe` makes it, in JSON's values."""
+    text = json.dumps([[answer.number, describe(answer)] for answer in answers])
+    gathered = [pair for part in all_gather_strings(text, device) for pair in json.loads(part)]
+    return [described for _, described in sorted(gathered, key=lambda pair: int(pair[0]))]
+
+
+class Samples:
+    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
+
+    def __init__(
+        self, questions: Sequence[Question], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
+    ) -> None:
+        self._questions, self._generator = questions, generator
+        self._prompts = [prompt_format.ids(asked) for asked in questions]
+        self._path = folder / SAMPLES_FILE
+
+    def write(self, step: int, beat: Callable[[], object]) -> None:
+        """Answer all prompts after `step` steps. Called on every rank.
+
+        Args:
+            beat: called for each token.
+        """
+        ranks = self._generator.ranks
+        mine = range(ranks.rank, len(self._prompts), ranks.world_size)
+        most = -(-len(self._prompts) // ranks.world_size)
+        answers = [Answer(number, self._prompts[number]) for number in mine]
+        for index in range(most):  # one at a time: the memory is that of the training
+            self._generator.generate(answers[index : index + 1], beat=beat)
+        texts = gather_answers(answers, self._generator.stops.text_of, ranks.device)
+        records = [
+            {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
+            for asked, text in zip(self._questions, texts, strict=True)
+        ]
+        if ranks.is_rank_0:
+            self._keep(step, redact_values(records))
+
+    def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Write the records after those of earlier steps. Those of later steps, which a killed start wrote, go."""
+        try:
+            earlier = [record for record in read_records(self._path) if record["step"] < step]
+            with staged_file(self._path) as partial:
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)]
+                partial.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

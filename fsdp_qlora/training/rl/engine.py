@@ -1,0 +1,67 @@
+"""The engine of a run's rollouts: what answers its prompts, its own model or a server; how ranks wait for it."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from typing import NamedTuple, Protocol
+
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import begun
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.utils.errors import RolloutError, RunStopped
+
+_PULSE_SECONDS = 0.5  # between two signs of life
+
+
+class Completion(NamedTuple):
+    """An answer to a prompt.
+
+    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at
+    max_completion_length. logps: the engine's own log-probability of each token, where it is asked for.
+    """
+
+    token_ids: list[int]
+    is_done: bool
+    logps: list[float] | None = None
+
+
+class Engine(Protocol):
+    """Answers prompts with the weights that the run has now."""
+
+    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        """Answer each prompt; one is given as often as it has answers. Called on every rank with all, and returns all.
+
+        Args:
+            prompts: token ids. number: of the generation in the run; an answer's seed follows from the run's, this
+            number and its place. version: optimizer steps that the weights have had.
+        """
+
+
+def go_on(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
+    """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0 `is_done`.
+
+    Raises:
+        RunStopped: on every rank.
+    """
+    numbers = gather_numbers([is_done, *control.flags(step)], ranks.device)
+    control.heartbeat.beat(step, "rows")
+    control.agree(numbers[:, 1:])
+    if control.stop:
+        state, reason = control.stop
+        raise RunStopped(state, f"Stopped while step {step + 1} waited for answers ({reason}).")
+    return bool(numbers[0, 0])
+
+
+def by_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+    """The text that `work` returns on rank 0, on every rank. A thread runs it while the ranks `go_on`.
+
+    Raises:
+        RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
+    """
+    text, task = "", begun(work) if ranks.is_rank_0 else None
+    while not go_on(control, ranks, step, is_done=task is not None and task.done()):
+        wait([task] if task else [], _PULSE_SECONDS)
+    with raise_on_all_ranks(RolloutError, ranks.device):
+        if task:
+            text = task.result()
+    return all_gather_strings(text, ranks.device)[0]

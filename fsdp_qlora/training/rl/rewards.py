@@ -1,0 +1,155 @@
+"""Reward functions: the user's own and those of ready.py, loaded before anything else, called for each generation."""
+
+import copy
+import logging
+import math
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from fsdp_qlora.distributed.supervision.clock import begun, within
+from fsdp_qlora.training.rl.builtin_rewards import MADE, READY
+from fsdp_qlora.utils.errors import RolloutError, UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+Batch = Mapping[str, Sequence[Any]]
+"""The arguments of a reward function, a value for each answer: prompts, completions, completion_ids, and columns."""
+_WORD = re.compile(r"(?P<function>.+?)(=(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?", re.IGNORECASE)
+
+
+class Reward(NamedTuple):
+    """A function that scores answers. name: in metrics. weight: of its values in the sum."""
+
+    name: str
+    weight: float
+    function: Callable[..., Any]
+
+
+def load_rewards(words: Sequence[str]) -> list[Reward]:
+    """The functions of --rewards: FILE.py:function, or a name of READY or MADE, each perhaps with =WEIGHT.
+
+    Raises:
+        UserError: a file cannot be run, or has no such function; or two functions have one name.
+    """
+    modules, found = dict[Path, ModuleType](), list[Reward]()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        assert match is not None
+        place, _, last = match["function"].rpartition(":")
+        if place.endswith(".py"):
+            path = Path(place).expanduser()
+            if path not in modules:
+                modules[path] = _run_file(path)
+            name, function = last, getattr(modules[path], last, None)
+            if not callable(function):
+                names = [key for key, value in vars(modules[path]).items() if callable(value) and key[0] != "_"]
+                raise UserError(f"--rewards {word}: {path} has no function {last!r}. It has: {', '.join(names)}.")
+        else:
+            name, function = _ready(match["function"])
+        found.append(Reward(name, float(match["weight"] or 1), function))
+    names = [reward.name for reward in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"--rewards: two functions are called {min(twice)}, and so would be their metrics. Rename one.")
+    return found
+
+
+def _ready(text: str) -> tuple[str, Callable[..., Any]]:
+    name, colon, argument = text.partition(":")
+    if colon and name in MADE:
+        try:
+            return name, MADE[name](argument)
+        except (ValueError, re.error) as error:
+            raise UserError(f"--rewards {text}: {argument} cannot be used: {error}.") from error
+    if colon or name not in READY:
+        names = ", ".join([*READY, *(f"{made}:..." for made in MADE)])
+        raise UserError(f"--rewards {text}: there is no such function. Give FILE.py:function, or of {names}.")
+    return name, READY[name]
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Import the user's file. Raises UserError if it is missing, or raises something itself."""
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except OSError as error:
+        raise UserError(f"--rewards: {error.filename} cannot be read: {error.strerror}.") from error
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or [0, *lines][-1]
+        raise UserError(f"--rewards: {path}:{line} cannot be run: {type(error).__name__}: {error}") from error
+    return module
+
+
+class Scorer:
+    """Calls the reward functions on all answers of a generation.
+
+    Args:
+        zero_on_error: count a failing function's values as 0, with a warning, instead of ending the run. seconds: for
+            each function and generation.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], *, zero_on_error: bool, seconds: float) -> None:
+        self.rewards, self._zero_on_error, self._seconds = rewards, zero_on_error, seconds
+
+    def score(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
+        """The values of each function, None where it does not apply. rows: numbers of the prompts' rows, for messages.
+
+        Raises:
+            RolloutError: a function fails, takes too long, or gives something else than a number for each answer.
+        """
+        return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
+
+    def _values(self, reward: Reward, batch: Batch, rows: Sequence[int]) -> list[float | None]:
+        ends, found = time.monotonic() + self._seconds, list[float | None]()
+        try:
+            return _call(reward.function, batch, self._seconds)
+        except _TooLong:
+            failures = {f"it did not return within --reward_timeout {self._seconds:g} s": list(rows)}
+            found = [0.0] * len(rows)
+        except Exception:  # which row is it?
+            failures = {}
+            for place, row in enumerate(rows):
+                one = {name: values[place : place + 1] for name, values in batch.items()}
+                try:
+                    found += _call(reward.function, one, max(0.5, ends - time.monotonic()))
+                except Exception as error:
+                    failures.setdefault(f"{type(error).__name__}: {error}", []).append(row)
+                    found.append(0.0)
+        for reason, numbers in failures.items():
+            named = ", ".join(map(str, dict.fromkeys(numbers[:32])))
+            message = f"The reward function {reward.name} failed at row {named} of the dataset: {reason}"
+            if not self._zero_on_error:
+                raise RolloutError(
+                    f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0."
+                )
+            log.warning("%s. %d answers count as 0.", message, len(numbers))
+        if not failures:
+            log.warning("The reward function %s failed for all answers together, and for none alone.", reward.name)
+        return found
+
+
+class _TooLong(Exception):
+    """A call takes too long; a TimeoutError may be the function's own."""
+
+
+def _call(function: Callable[..., Any], batch: Batch, seconds: float) -> list[float | None]:
+    """What a function says of a copy of the batch. Raises ValueError if it is not a number or None for each answer."""
+    task = begun(lambda: [*function(**copy.deepcopy(batch))])
+    try:
+        within(seconds, lambda: wait([task]))
+    except TimeoutError as error:
+        raise _TooLong(str(error)) from error
+    values = task.result()
+    if len(values) != (number := len(batch["completions"])):
+        raise ValueError(f"it returned {len(values)} values for {number} answers")
+    found = [None if value is None else float(value) for value in values]
+    if bad := [value for value in found if value is not None and not math.isfinite(value)]:
+        raise ValueError(f"it returned {bad[0]}")
+    return found

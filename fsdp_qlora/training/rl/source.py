@@ -1,0 +1,160 @@
+"""Rows that a run makes while it trains: answers to its prompts, scored, each generation used for some steps."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
+from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.rl.dataset import Prompt, PromptData
+from fsdp_qlora.training.rl.engine import Completion, Engine, by_rank_0
+from fsdp_qlora.training.rl.records import Answer, RolloutFile, table_of
+from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.utils.errors import TrainingError
+
+_LEAST_SPREAD = 1e-4  # is added to a standard deviation that divides, as TRL does
+
+
+@dataclass(eq=False)
+class Rollouts:
+    """A `RowSource`: each generation is written to rollouts.jsonl before the first step that learns from it.
+
+    text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights that answered; None
+    where those of the step itself are as good. scale_rewards: as the option.
+    """
+
+    data: PromptData
+    engine: Engine
+    scorer: Scorer
+    file: RolloutFile
+    ranks: Ranks
+    control: Control
+    text_of: Callable[[list[int]], str]
+    logprobs: Callable[[TokenizedRows], np.ndarray] | None
+    scale_rewards: str
+
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        """Give every step from `first` on; in the middle of a generation its answers are read back.
+
+        Raises:
+            RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
+            lacks answers. RunStopped: the ranks have agreed to stop.
+        """
+        answers, each = self._kept(first), schedule.num_generations
+        for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
+            started = time.perf_counter()
+            number, iteration = divmod(step, schedule.num_iterations)
+            if iteration == 0:
+                answers = self._generation(rows.reshape(-1, each), number, step)
+            elif [answer["step"] for answer in answers] != [step - iteration + 1] * len(rows):
+                raise TrainingError(
+                    f"rollouts.jsonl lacks answers that step {step + 1} learns from. Restore it, or resume from the "
+                    f"checkpoint of a step that is a multiple of --num_iterations {schedule.num_iterations}."
+                )
+            metrics = metrics_of(answers, each) | {"generation_seconds": time.perf_counter() - started}
+            yield StepRows(step, table_of(answers), np.arange(len(answers)), metrics=metrics)
+
+    def _kept(self, step: int) -> list[Answer]:
+        """The last answers before a step, on every rank; what was written for later ones goes."""
+        found = json.dumps(self.file.cut(step)) if self.ranks.is_rank_0 else ""
+        answers: list[Answer] = json.loads(all_gather_strings(found, self.ranks.device)[0])
+        return answers
+
+    def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Answer]:
+        """Answer prompts [prompts, answers], given by their rows; called on every rank, with the same result."""
+        prompts = [self.data.prompts[row] for row in rows.ravel()]
+        completions = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
+        given = list(zip(prompts, completions, strict=True))
+        numbers = self.data.train.row_numbers[rows.ravel()].tolist()
+        score = partial(self.scorer.score, self._batch(given), numbers)
+        values = json.loads(by_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
+        weights = [reward.weight for reward in self.scorer.rewards]
+        sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
+        gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
+        answers = [
+            {
+                **{"step": step + 1, "version": step, "row": numbers[place], "prompt": prompt.asked},
+                **{"completion": self.text_of(said.token_ids), "finish": "stop" if said.is_done else "length"},
+                **{"reward": sums[place], "rewards": {name: values[name][place] for name in values}},
+                **{"advantage": gains[place], "prompt_ids": prompt.ids, "token_ids": said.token_ids},
+                **({} if said.logps is None else {"sampled_logps": said.logps}),
+            }
+            for place, (prompt, said) in enumerate(given)
+        ]
+        if self.logprobs:
+            table = table_of(answers)
+            found = np.split(self.logprobs(table), table.offsets[1:-1])
+            for answer, values_of_row in zip(answers, found, strict=True):
+                answer["old_logps"] = values_of_row[len(answer["prompt_ids"]) :].tolist()
+        with raise_on_all_ranks(TrainingError, self.ranks.device):
+            if self.ranks.is_rank_0:
+                self.file.append(answers)
+        return answers
+
+    def _batch(self, given: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
+        """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
+        prompts, said = [prompt for prompt, _ in given], [completion.token_ids for _, completion in given]
+        texts: list[Any] = list(map(self.text_of, said))
+        for place, prompt in enumerate(prompts):
+            if not isinstance(prompt.asked, str):
+                texts[place] = [{"role": "assistant", "content": texts[place]}]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        return {**columns, "prompts": [each.asked for each in prompts], "completions": texts, "completion_ids": said}
+
+
+def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """The sum of an answer's rewards; None if no function applies to it."""
+    known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+    return sum(known) if known else None
+
+
+def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
+    """How much better each answer is than the mean of its group (Shao et al. 2024), as TRL computes it.
+
+    Args:
+        rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing and gets 0.
+        scale: "group", "batch" or "none": the standard deviation to divide by.
+    """
+    known = np.ma.masked_invalid(rewards)
+    found = known - known.mean(axis=1, keepdims=True)
+    if scale != "none":
+        found = found / (_spread(known, axis=1 if scale == "group" else None) + _LEAST_SPREAD)
+    return np.asarray(np.ma.filled(found, 0.0))
+
+
+def _spread(known: Any, axis: int | None = None) -> Any:
+    """The standard deviation, from one less than there are values."""
+    return known.std(axis=axis, ddof=1, keepdims=True)
+
+
+def metrics_of(answers: Sequence[Answer], num_generations: int) -> dict[str, float]:
+    """The metrics of a step's answers, under TRL's names; NaN where no function applies."""
+    lengths = np.array([len(answer["token_ids"]) for answer in answers])
+    ended = lengths[[answer["finish"] == "stop" for answer in answers]]
+    rewards = _known([answer["reward"] for answer in answers])
+    of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
+    found = {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+    for name in answers[0]["rewards"]:
+        values = _known([answer["rewards"][name] for answer in answers])
+        found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
+    found["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
+    for name, each in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
+        for kind in ("mean", "min", "max"):
+            found[f"completions/{kind}{name}_length"] = getattr(each, kind)()
+    found["completions/clipped_ratio"] = 1 - len(ended) / len(answers)
+    return {name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item()) for name, value in found.items()}
+
+
+def _known(values: Sequence[float | None]) -> Any:
+    return np.ma.masked_invalid(np.array(values, np.float64))

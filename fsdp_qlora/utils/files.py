@@ -1,0 +1,246 @@
+"""Files and folders written atomically, also across a power cut; free disk space; fingerprints; what is a folder."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.redact import redact_values
+
+PARTIAL = ".partial"
+_HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_CHUNK_BYTES = 2**22
+_LEFT_SECONDS = 3600.0  # after which nobody writes to a partial file any more
+_URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
+
+
+class FileRecord(NamedTuple):
+    """A file's expected size in bytes and SHA-256."""
+
+    size: int
+    sha256: str
+
+
+def record_of(path: Path) -> FileRecord:
+    """The size and hash of a file."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(size, digest.hexdigest())
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_files(folder: Path) -> None:
+    """Flush every file below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            flush(path)
+
+
+@contextlib.contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
+
+    After a failure nothing of it is left; what a kill has left a writer removes an hour later. The last of several
+    writers wins: each has a name of its own (of earlier versions a fixed one).
+    """
+    with contextlib.suppress(OSError):
+        for left in path.parent.iterdir():
+            if is_partial(left.name, path.name) and left.stat().st_mtime < time.time() - _LEFT_SECONDS:
+                left.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def refusal_named(option: str, path: object) -> Iterator[None]:
+    """Raise UserError where the system refuses to write, in the block, what an option names."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--{option} {path} cannot be written ({error.strerror or error}).") from error
+
+
+def is_partial(name: str, of: str) -> bool:
+    """Whether a name is that of a file `of` that was not written to its end."""
+    return re.fullmatch(rf"\.{re.escape(of)}(\.[0-9a-f]{{16}})?{re.escape(PARTIAL)}", name) is not None
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to fill. At the end of the block it becomes `target`; after a failure nothing of it remains.
+
+    Args:
+        target: absent or empty.
+    """
+    staging = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        flush_files(staging)
+        publish_folder(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def publish_folder(staging: Path, target: Path) -> None:
+    """Rename a folder, whose files have been flushed, to its final name, durably."""
+    flush(staging)
+    os.rename(staging, target)
+    flush(target.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a JSON file atomically; secrets are removed."""
+    with staged_file(path) as partial:
+        partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
+
+
+def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    """Write and flush a JSON file of one line; returns its size and hash."""
+    text = json.dumps(content, allow_nan=False).encode()
+    path.write_bytes(text)
+    flush(path)
+    return FileRecord(len(text), hashlib.sha256(text).hexdigest())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it does not exist or cannot be read."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that may still be written to a folder, which need not exist yet."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why a folder, which need not exist yet, cannot be written to; None where it can. Nothing is made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+
+
+def cache_folder() -> Path:
+    """The folder kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
+    if given := os.environ.get("FSDP_QLORA_CACHE"):
+        return Path(given)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise UserError("No cache folder: this user has no home. Name one in FSDP_QLORA_CACHE.") from error
+
+
+# --- recognizing a file's content without reading all of it ---
+
+
+def fingerprint_files(files: Iterable[Path]) -> str:
+    """A hash of the files' names, sizes, beginnings and samples of their content.
+
+    Paths and times do not count: a copy on another machine is the same base. Training changes every weight, so the
+    samples distinguish a base from a further trained version of it.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(set(files), key=lambda path: path.name):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        _hash_samples(digest, path, head_bytes=_HEAD_BYTES, samples=_SAMPLES)
+    return digest.hexdigest()
+
+
+def file_identity(path: Path, *, samples: int) -> list[object]:
+    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
+
+    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
+    file is a link to a blob named by the hash of its content, which is sufficient.
+    """
+    real = path.resolve()
+    stat = real.stat()
+    if real.parent.name == "blobs":
+        return [path.name, stat.st_size, real.name]
+    with real.open("rb") as file:
+        header_bytes = 8 + int.from_bytes(file.read(8), "little")
+    digest = hashlib.sha256()
+    _hash_samples(digest, real, head_bytes=header_bytes, samples=samples)
+    return [path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+
+
+def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
+    """Add to a hash a file's beginning and `samples` pages spread evenly over it."""
+    last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        digest.update(file.read(head_bytes))
+        for sample in range(samples):
+            file.seek(sample * last // (samples - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+# --- folders of this machine, URLs and rclone remotes ---
+# Messages show nothing of a refused value: it may contain a password.
+
+
+def mirror_error(target: str) -> str | None:
+    """Why --mirror cannot be used; None if it may be."""
+    kind, _, rest = target.partition(":")
+    if kind == "rclone":
+        return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
+    if kind == "hf":
+        is_named = is_repository(rest.removeprefix("//"))
+        return None if is_named else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+    return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
+
+
+def is_repository(name: str) -> bool:
+    """Whether this is a repository's name on the hub, OWNER/NAME."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def folder_error(option: str, text: str) -> str | None:
+    """Why an option that names a folder of this machine cannot be `text`; None if it may be."""
+    if ":" not in text.partition("/")[0]:
+        return None
+    return (
+        f"--{option} is no folder of this machine: one with a colon in its name is given as ./NAME. Copies elsewhere "
+        f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
+        "rclone:REMOTE:PATH (a remote of rclone)."
+    )
+
+
+def refuse_bad_folder(option: str, text: str) -> None:
+    """Raise the UserError of `folder_error`."""
+    if error := folder_error(option, text):
+        raise UserError(error)

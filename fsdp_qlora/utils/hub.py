@@ -1,0 +1,201 @@
+"""Models and datasets on the Hugging Face hub: reachability, reasons for failures, and a model's files."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import free_disk
+from fsdp_qlora.utils.text import first_line
+
+log = logging.getLogger("fsdp_qlora")
+
+Once = Callable[[Callable[[], str], str], str]
+"""Calls a function that downloads, described in words, on one rank of the machine; see `store.once_per_machine`."""
+
+HUB_TIMEOUT_SECONDS = 10
+# Copies of the weights in other layouts, which some repositories have in addition to the usual files.
+_NOT_NEEDED = ["consolidated*", "*/*"]
+_WEIGHTS = ["*.safetensors"]
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+
+# The first row that matches an error applies.
+_REASONS: dict[type[Exception], str] = {
+    GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with `hf auth login` "
+    "or set HF_TOKEN",
+    RepositoryNotFoundError: "the hub has none of this name that this login may see: check the spelling, or set "
+    "HF_TOKEN if it is private",
+    HFValidationError: "no name on the hub is written like this",
+}
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a word has the form owner/name and does not look like a path to a file."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(r"\.[A-Za-z]\w*$", name)
+
+
+def is_here(model: str) -> bool:
+    """Whether a model is a path here, or in the hub's cache."""
+    cached = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
+    return Path(model).expanduser().exists() or isinstance(cached, str)
+
+
+def ask_hub(name: str, repo_type: str) -> Exception | None:
+    """Ask once, with a short timeout, whether a model or dataset exists; return the error if not (see `hub_reason`).
+
+    The hub's own downloads retry for 20 s without DNS, and wait forever behind a silent firewall.
+    """
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
+        return error
+    return None
+
+
+def hub_reason(error: Exception) -> str:
+    """Why a model or dataset cannot be obtained from the hub, as the middle of a sentence."""
+    for kind, reason in _REASONS.items():
+        if isinstance(error, kind):
+            return reason
+    return f"the Hugging Face hub is out of reach ({first_line(error)})"
+
+
+def conversion_advice(model: str) -> str:
+    """A sentence that tells how to convert pickled weights to safetensors."""
+    target = f"{Path(model).name}-safetensors"
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"M.from_pretrained({model!r}, dtype='auto').save_pretrained({target!r}); "
+        f"T.from_pretrained({model!r}).save_pretrained({target!r})"
+    )
+    return f'If you trust them, convert them and give --model_name {target}: python -c "{code}"'
+
+
+def find_model_folder(
+    model_name: str,
+    *,
+    with_weights: bool,
+    with_code: bool = False,
+    is_preview: bool = False,
+    revision: str | None = None,
+    once: Once | None = None,
+) -> Path:
+    """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
+
+    Local rank 0 downloads while the other ranks of its machine wait; of two runs the hub's client lets one download
+    each file. Interrupted connections resume; after a kill, complete files are kept and the others restart.
+
+    Args:
+        with_code: download Python files too.
+        is_preview: the weights will not be fetched later, so there need be no room for them.
+        revision: a commit of the model on the hub; None for the newest.
+        once: lets one rank of a machine download for all; None: this process downloads by itself.
+    Raises:
+        UserError: the model cannot be used or had, the same on every rank of a machine.
+        LostRank: raised by `once`: local rank 0 has ended, or the download takes too long.
+    """
+    folder = Path(model_name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
+        raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
+    patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
+
+    def download() -> str:
+        if os.environ.get("RANK", "0") != "0":
+            disable_progress_bars()
+        return _snapshot(model_name, patterns, revision, later=[] if is_preview else _WEIGHTS)
+
+    what = f"the download of {model_name}" if with_weights else f"the configuration of {model_name}"
+    return Path(once(download, what) if once else download())
+
+
+def download_adapter(name: str) -> Path:
+    """The hub's snapshot of an adapter, whose files are downloaded if needed."""
+    patterns = [*SMALL_FILES, "adapter_model.safetensors"]
+    return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")))
+
+
+def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
+    """Download the weights, of the same commit, to a folder that `find_model_folder` found without them."""
+    if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
+        find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
+
+
+def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, later: list[str]) -> str:
+    """Download the files of these patterns. later: patterns of files that there must be room for too."""
+    refusal: Exception | None = None
+    try:
+        info = HfApi().model_info(model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
+    except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
+        refusal = error
+        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
+    else:
+        _check_download(model_name, info, patterns, later)
+    return _download(model_name, f"model_name {model_name}: there is no such local folder", patterns, refusal, revision)
+
+
+def _download(
+    name: str, problem: str, patterns: list[str], refusal: Exception | None, revision: str | None = None
+) -> str:
+    """The hub's snapshot with the files of these patterns; only the copy on this machine after a refusal of the hub."""
+    try:
+        return snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=_NOT_NEEDED,
+            local_files_only=refusal is not None,
+        )
+    except Exception as error:  # of the HTTP library, the hub's client or the file system
+        reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
+        raise UserError(f"{problem}, and {reason}. Without the hub, give the path of its folder.") from error
+
+
+def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
+    """Refuse pickled weights, and files that do not fit on the disk, before anything is downloaded."""
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
+    if pickled and not list(filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)):
+        raise UserError(
+            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not supported: they can run "
+            f"code. {conversion_advice(model_name)}"
+        )
+    missing = _missing(model_name, info, sizes, [*patterns, *later])
+    size, folder = sum(sizes[name] for name in missing), Path(HF_HUB_CACHE)
+    free = free_disk(folder)
+    if size > free:
+        raise UserError(
+            f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
+            f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
+        )
+    if now := _missing(model_name, info, sizes, patterns):
+        size = sum(sizes[name] for name in now)
+        waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
+        log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(now), size / 2**30, folder, waiting)
+
+
+def _missing(model_name: str, info: ModelInfo, names: Iterable[str], patterns: list[str]) -> list[str]:
+    """The files of these patterns that are not on this machine."""
+    wanted = filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
+    return [name for name in wanted if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)]
+
+
+def public_name(model_name: str) -> str:
+    """A model's name for publication: its name on the hub, or its folder's name without the local path."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        return model_name
+    for part in folder.resolve().parts:
+        if part.startswith("models--"):  # the hub's cache: models--owner--name/snapshots/commit
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return folder.resolve().name

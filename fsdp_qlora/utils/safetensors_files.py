@@ -1,0 +1,147 @@
+"""Writes safetensors files whose tensors' forms are known in advance, without holding all tensors in memory."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from fsdp_qlora.utils.files import FileRecord, flush
+
+# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+_FILE_BYTES = 4 * 2**30  # a size that hubs and network disks handle well
+
+
+class TensorForm(NamedTuple):
+    """Dtype and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file of these tensors, in order, and the offset of each tensor's bytes in the file."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name, form in forms.items():
+        starts[name], end = end, end + form.num_bytes
+        header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [starts[name], end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor]) -> FileRecord:
+    """Write and flush a file, a tensor at a time.
+
+    Args:
+        forms: of the tensors, in the order of `values`.
+        values: on the CPU. All are consumed even if the disk is full, since making one may be a collective.
+    Raises:
+        OSError: the file could not be written; `values` has been consumed.
+    """
+    header, _ = layout(forms)
+    digest = hashlib.sha256(header)
+    values = iter(values)
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            for tensor in values:
+                content = _bytes_of(tensor.contiguous())
+                digest.update(content)
+                file.write(content)
+        flush(path)
+    finally:
+        for _ in values:
+            pass
+    return FileRecord(len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
+    return memoryview(array)
+
+
+class PackedFiles:
+    """A set of safetensors files for the given tensors.
+
+    One process calls `create`; then any process may `write` parts, and calls `sync` after the last.
+    """
+
+    def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._headers: dict[Path, bytes] = {}
+        self._sizes: dict[Path, int] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and where its bytes start
+        self.folder, self.forms = folder, forms
+        self._split = split_state_dict_into_shards_factory(
+            dict(forms),
+            get_storage_size=lambda form: form.num_bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=_FILE_BYTES,
+        )
+        for name, tensors in self._split.filename_to_tensors.items():
+            self._lay_out(folder / name, tensors)
+
+    def _lay_out(self, path: Path, names: list[str]) -> None:
+        # Wide types first, as in safetensors itself: every tensor is then aligned.
+        forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
+        self._headers[path], starts = layout(forms)
+        self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
+        self._places |= {name: (path, start) for name, start in starts.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(self._sizes.values())
+
+    def create(self) -> None:
+        """Create the files in full size with their headers, and an index if there are several."""
+        for path, header in self._headers.items():
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(self._sizes[path])
+        if self._split.is_sharded:
+            weight_map = dict(sorted(self._split.tensor_to_filename.items()))
+            index = {"metadata": self._split.metadata, "weight_map": weight_map}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write the bytes of `values`, on the CPU, from byte `start` of the tensor `name`."""
+        buffer = _bytes_of(values)
+        path, position = self._places[name]
+        position += start
+        assert start + len(buffer) <= self.forms[name].num_bytes, name
+        while buffer:
+            count = os.pwrite(self._descriptor(path), buffer, position)
+            buffer, position = buffer[count:], position + count
+
+    def sync(self) -> None:
+        """Wait until this process's writes are on disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_WRONLY)
+        return self._descriptors[path]
