@@ -15,7 +15,7 @@ from tests.data.conftest import WORKER
 from tests.tiny import ROOT, spelled_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
-EXAMPLES = re.findall(r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nLearned: (.*?)$", PAGE, re.M | re.S)
+EXAMPLES = re.findall(r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nTrained on: (.*?)$", PAGE, re.M | re.S)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
