@@ -21,6 +21,7 @@ from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
 from scripts import update_docs
+from tests.commands.test_gguf import stand_in_llama_cpp
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -33,7 +34,7 @@ OTHER_FLAGS = {
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
     *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
-    *("base", "verify", "dtype", "model", "type"),  # merge and gguf
+    *("base", "verify", "dtype", "model", "type", "llama_cpp", "modelfile"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate
     *("enable-lora", "max-lora-rank", "max-model-len", "gpu-memory-utilization", "tensor-parallel-size"),  # vllm
@@ -121,6 +122,7 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LLAMA_CPP", str(stand_in_llama_cpp(tmp_path / "llama.cpp")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("name a river\n"))  # of a chat
     for name in ("output", "output_2"):  # runs

@@ -15,7 +15,7 @@ from tests.tiny import flags, make_rows, on_ranks, run_ranks, write_rows
 
 FACTOR = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"  # [4, 64]
 OTHER = "base_model.model.lm_head.lora_A.weight"
-COMMANDS = ("train", "generate", "merge", "gguf")
+COMMANDS = ("train", "generate", "merge")
 
 
 class Damage(NamedTuple):
@@ -77,7 +77,6 @@ def test_a_damaged_adapter_is_refused_by_name_by_every_command(models: Callable[
         "train": flags(model_name=base, dataset=rows, output_dir=out),
         "generate": flags(model_name=base, prompt="a"),
         "merge": flags(model_name=base, out=out),
-        "gguf": flags(base=base, out=out),
     }
     for name, damage in DAMAGES.items():
         damage.do(shutil.copytree(good, tmp_path / name))

@@ -185,22 +185,20 @@ def test_a_resumed_run_ends_with_the_same_bytes(models: Models, tmp_path: Path) 
     assert (tmp_path / "whole/best").is_dir()
 
 
-def test_an_adapter_of_preferences_answers_and_is_merged_and_converted(models: Models, tmp_path: Path) -> None:
+def test_an_adapter_of_preferences_answers_and_is_merged(models: Models, tmp_path: Path) -> None:
     base, prompt = models("llama"), make_pairs(1)[0]["prompt"]
     train_ok(1, tmp_path / "out", **options(base, tmp_path, train_type="lora", batch_size=6))
     merged = tmp_path / "merged"
     assert main(["merge", *flags(adapter=tmp_path / "out", out=merged, model_name=base)]) == 0
-    assert main(["gguf", *flags(model=merged, out=tmp_path / "f32.gguf", type="f32")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(merged)
     asked, texts = tokenizer(prompt, return_tensors="pt"), []
     for model in (
         AutoModelForCausalLM.from_pretrained(base),
         AutoModelForCausalLM.from_pretrained(merged),
-        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="f32.gguf", dtype=torch.float32),
     ):
         tokens = model.generate(**asked, max_new_tokens=LENGTH, do_sample=False)[0, asked["input_ids"].shape[1] :]
         texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    assert texts[0] != texts[1] == texts[2] and texts[1].startswith(" blue")  # as the chosen answers do
+    assert texts[0] != texts[1] and texts[1].startswith(" blue")  # as the chosen answers do
     assert texts[1].strip() in generate(1, tmp_path / "asked", adapter=tmp_path / "out", prompt=prompt)
 
 
