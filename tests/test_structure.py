@@ -2,6 +2,8 @@
 
 import ast
 import re
+import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -85,6 +87,17 @@ def test_neither_files_nor_folders_import_each_other_in_a_circle() -> None:
     assert not in_cycles({(folder_of(start), folder_of(end)) for start, end in arrows})
     # The options and their rules are read without a model, an adapter or the network.
     assert {end for start, end in packages if start == "config"} == {"config", "utils"}
+
+
+def test_every_imported_library_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *(need for extra in project["optional-dependencies"].values() for need in extra)]
+    declared = {re.split(r"[<>=\[-]", need)[0] for need in needs}
+    nodes = [node for tree in MODULES.values() for node in ast.walk(tree)]
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    libraries = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert {{"PIL": "pillow", "yaml": "pyyaml"}.get(name, name) for name in libraries} <= declared
 
 
 def test_packages_import_only_what_the_drawn_map_has_below_or_right() -> None:
