@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from safetensors import safe_open
 
-from fsdp_qlora.training.rl import builtin_rewards as ready
-from fsdp_qlora.training.rl import rewards
+from fsdp_qlora.training.rl import builtin_rewards, rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
@@ -99,8 +98,8 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
 
 
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "MADE", ready.MADE.copy())
-    monkeypatch.setattr(ready, "MADE", rewards.MADE)
+    monkeypatch.setattr(rewards, "REWARD_FACTORIES", builtin_rewards.REWARD_FACTORIES.copy())
+    monkeypatch.setattr(builtin_rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES)
     exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
     [found] = rewards.load_rewards(["contains:so it is=0.5"])
     batch = {"prompts": ["?"] * 2, "completions": ["so it is 3", "3"], "completion_ids": [[1]] * 2}

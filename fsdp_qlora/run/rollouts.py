@@ -16,12 +16,13 @@ from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.policy import token_logprobs
+from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.training.rl.embedded import EmbeddedEngine
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.records import RolloutFile
 from fsdp_qlora.training.rl.rewards import Scorer
-from fsdp_qlora.training.rl.server import Server, ServerEngine
+from fsdp_qlora.training.rl.server import ServerEngine
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.run_files import ADAPTERS

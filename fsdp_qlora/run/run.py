@@ -57,7 +57,7 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
 from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.loop import train
-from fsdp_qlora.training.rl.server import check_server
+from fsdp_qlora.training.rl.client import check_server
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError

@@ -152,19 +152,21 @@ def test_metrics_of_answers_have_trls_names_and_values() -> None:
 
 def test_a_cut_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path)
-    assert file.cut(3) == []
+    assert file.truncate(3) == []
     for step in (1, 3, 5):
         file.append([{"step": step, "completion": "a\u2028b"}, {"step": step, "completion": "c"}])
     path = tmp_path / "rollouts.jsonl"
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:5]) + whole[5][:9])  # a kill in the middle of a line
-    assert [each["completion"] for each in file.cut(6)] == ["a\u2028b"] and path.read_bytes() == b"".join(whole[:5])
-    assert [each["step"] for each in file.cut(4)] == [3, 3] and path.read_bytes() == b"".join(whole[:4])
-    assert file.cut(0) == [] and not path.read_bytes()
+    assert [each["completion"] for each in file.truncate(6)] == ["a\u2028b"] and path.read_bytes() == b"".join(
+        whole[:5]
+    )
+    assert [each["step"] for each in file.truncate(4)] == [3, 3] and path.read_bytes() == b"".join(whole[:4])
+    assert file.truncate(0) == [] and not path.read_bytes()
 
 
 def test_a_number_that_is_none_is_written_for_the_step_to_refuse(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path)
     file.append([{"step": 1, "old_logps": [math.nan, -math.inf]}])
-    [answer] = file.cut(1)
+    [answer] = file.truncate(1)
     assert math.isnan(answer["old_logps"][0]) and answer["old_logps"][1] == -math.inf

@@ -1,4 +1,4 @@
-"""Ready reward functions for --rewards, which read the right answer from the first column of ANSWERS that a row has.
+"""Built-in reward functions for --rewards, which read the right answer from the first column of ANSWERS that a row has.
 
 Each is called as TRL calls a reward function: with the prompts, completions, completion_ids and columns of all answers.
 """
@@ -56,6 +56,6 @@ def length(tokens: str) -> Callable[..., list[float]]:
     return lambda completion_ids, **_: [max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids]
 
 
-READY: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "number": number}
-MADE: dict[str, Callable[[str], Callable[..., Any]]] = {"regex": regex, "length": length}
-"""Functions that are made of what is behind their name and a colon."""
+REWARDS: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "number": number}
+REWARD_FACTORIES: dict[str, Callable[[str], Callable[..., Any]]] = {"regex": regex, "length": length}
+"""Each makes a function from the text after its name and a colon."""

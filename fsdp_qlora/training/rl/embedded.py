@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, TextGenerator, gather_answers
-from fsdp_qlora.training.rl.engine import Completion, go_on
+from fsdp_qlora.training.rl.engine import Completion, check_stop
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class EmbeddedEngine:
         generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
         rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
         own = [Answer(place, list(prompts[place])) for place in range(rank, count, number_of_ranks)]
-        beat = partial(go_on, self.control, self.ranks, version)
+        beat = partial(check_stop, self.control, self.ranks, version)
         with self.gathered():
             for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
                 generator.generate(own[first : first + self.at_a_time], beat=beat)

@@ -37,7 +37,7 @@ class Engine(Protocol):
         """
 
 
-def go_on(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
+def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
     """Show that this rank lives, and stop all ranks if one is asked to. Returns whether rank 0 `is_done`.
 
     Raises:
@@ -52,14 +52,14 @@ def go_on(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -
     return bool(numbers[0, 0])
 
 
-def by_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
-    """The text that `work` returns on rank 0, on every rank. A thread runs it while the ranks `go_on`.
+def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+    """Run `work` in a thread of rank 0, and return its text on every rank; meanwhile all ranks `check_stop`.
 
     Raises:
         RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
     """
     text, task = "", begun(work) if ranks.is_rank_0 else None
-    while not go_on(control, ranks, step, is_done=task is not None and task.done()):
+    while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
         wait([task] if task else [], _PULSE_SECONDS)
     with raise_on_all_ranks(RolloutError, ranks.device):
         if task:

@@ -39,7 +39,7 @@ class RolloutFile:
         except OSError as error:
             raise TrainingError(f"{self._path} cannot be written: {error.strerror or error}.") from error
 
-    def cut(self, step: int) -> list[Answer]:
+    def truncate(self, step: int) -> list[Answer]:
         """Remove the answers of steps after a checkpoint, and what a kill has left of a line; returns the last ones."""
         last, end = list[Answer](), 0
         with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Reward functions: the user's own and those of ready.py, loaded before anything else, called for each generation."""
+"""Reward functions: the user's own and the built-in ones, loaded before anything else, called for each generation."""
 
 import copy
 import logging
@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from fsdp_qlora.distributed.supervision.clock import begun, within
-from fsdp_qlora.training.rl.builtin_rewards import MADE, READY
+from fsdp_qlora.training.rl.builtin_rewards import REWARD_FACTORIES, REWARDS
 from fsdp_qlora.utils.errors import RolloutError, UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -32,7 +32,7 @@ class Reward(NamedTuple):
 
 
 def load_rewards(words: Sequence[str]) -> list[Reward]:
-    """The functions of --rewards: FILE.py:function, or a name of READY or MADE, each perhaps with =WEIGHT.
+    """Load the functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT.
 
     Raises:
         UserError: a file cannot be run, or has no such function; or two functions have one name.
@@ -51,7 +51,7 @@ def load_rewards(words: Sequence[str]) -> list[Reward]:
                 names = [key for key, value in vars(modules[path]).items() if callable(value) and key[0] != "_"]
                 raise UserError(f"--rewards {word}: {path} has no function {last!r}. It has: {', '.join(names)}.")
         else:
-            name, function = _ready(match["function"])
+            name, function = _builtin(match["function"])
         found.append(Reward(name, float(match["weight"] or 1), function))
     names = [reward.name for reward in found]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -59,17 +59,17 @@ def load_rewards(words: Sequence[str]) -> list[Reward]:
     return found
 
 
-def _ready(text: str) -> tuple[str, Callable[..., Any]]:
+def _builtin(text: str) -> tuple[str, Callable[..., Any]]:
     name, colon, argument = text.partition(":")
-    if colon and name in MADE:
+    if colon and name in REWARD_FACTORIES:
         try:
-            return name, MADE[name](argument)
+            return name, REWARD_FACTORIES[name](argument)
         except (ValueError, re.error) as error:
             raise UserError(f"--rewards {text}: {argument} cannot be used: {error}.") from error
-    if colon or name not in READY:
-        names = ", ".join([*READY, *(f"{made}:..." for made in MADE)])
+    if colon or name not in REWARDS:
+        names = ", ".join([*REWARDS, *(f"{made}:..." for made in REWARD_FACTORIES)])
         raise UserError(f"--rewards {text}: there is no such function. Give FILE.py:function, or of {names}.")
-    return name, READY[name]
+    return name, REWARDS[name]
 
 
 def _run_file(path: Path) -> ModuleType:

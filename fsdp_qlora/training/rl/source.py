@@ -15,7 +15,7 @@ from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_al
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.rl.dataset import Prompt, PromptData
-from fsdp_qlora.training.rl.engine import Completion, Engine, by_rank_0
+from fsdp_qlora.training.rl.engine import Completion, Engine, run_on_rank_0
 from fsdp_qlora.training.rl.records import Answer, RolloutFile, table_of
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.utils.errors import TrainingError
@@ -66,7 +66,7 @@ class Rollouts:
 
     def _kept(self, step: int) -> list[Answer]:
         """The last answers before a step, on every rank; what was written for later ones goes."""
-        found = json.dumps(self.file.cut(step)) if self.ranks.is_rank_0 else ""
+        found = json.dumps(self.file.truncate(step)) if self.ranks.is_rank_0 else ""
         answers: list[Answer] = json.loads(all_gather_strings(found, self.ranks.device)[0])
         return answers
 
@@ -77,7 +77,7 @@ class Rollouts:
         given = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
         score = partial(self.scorer.score, self._batch(given), numbers)
-        values = json.loads(by_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
+        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
