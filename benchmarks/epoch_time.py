@@ -66,7 +66,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def read_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     config = TrainConfig(dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows)
-    found = prepare_data(tokenizer, config.pick(DataOptions, images=None), vocab_size=len(tokenizer)).train
+    found = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer)).train
     return TokenizedRows(found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers)
 
 

@@ -56,7 +56,7 @@ def main() -> None:
             dataset=(str(path),), context_length=512, streaming=True, shuffle_buffer=args.shuffle_buffer
         )
         started = time.monotonic()
-        data = prepare_data(tokenizer, options.pick(DataOptions, images=None), vocab_size=len(tokenizer))
+        data = prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         print(f"opened and counted in {time.monotonic() - started:.1f} s, {private_mib():.0f} MiB")
         assert data.stream is not None and data.rows_per_epoch == count
         schedule = Schedule(count, 16, 1, 1, num_epochs=1, max_steps=-1, seed=0)

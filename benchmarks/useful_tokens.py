@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, dict[str, Any]] = {}
     for context_length in args.context_length:
         config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
-        data = prepare_data(tokenizer, config.pick(DataOptions, images=None), vocab_size=len(tokenizer))
+        data = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
             for name in LAYOUTS:
                 run = dataclasses.replace(config, gradient_accumulation_steps=accumulation)

@@ -33,7 +33,7 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 31_295,
-    "files of the library": 159,
+    "files of the library": 161,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 105,

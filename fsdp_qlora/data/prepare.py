@@ -67,8 +67,8 @@ class DataOptions:
     """The kind of rows that the objective learns from."""
     rating_threshold: float | None = None
     max_completion_length: int = 0
-    images: ImageProcessor | None = None
-    """The model's processor of images, if it has one; no option."""
+    image_processor: ImageProcessor | None = None
+    """The model's, if it has one; no option."""
 
     @property
     def longest_row(self) -> int:
@@ -107,8 +107,8 @@ class RunData:
     """Reads the rows to train on, if they are streamed."""
     context_length: int = 0
     """The most tokens of a row, as asked for or decided."""
-    images: ImageProcessor | None = None
-    """Makes the pixels of their images, if the model has a processor."""
+    image_processor: ImageProcessor | None = None
+    """Makes the pixels of the rows' images, if the model has one."""
 
     @property
     def have_images(self) -> bool:
@@ -200,7 +200,7 @@ def prepare_data(
         ),
     }
     all_reports = tuple(reports), tuple(eval_reports)
-    length, images = options.longest_row, options.images
+    length, images = options.longest_row, options.image_processor
     return RunData(train, train_rows, evaluation, eval_sets, provenance, *all_reports, mixture, stream, length, images)
 
 
@@ -343,7 +343,7 @@ class DatasetPipeline:
         key: list[object] = [source.identity, source.start, source.stop, self.samples, self.asked.renames]
         key += [dataclasses.astuple(self.template), options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += options.images.identity if options.images else []
+        key += options.image_processor.identity if options.image_processor else []
         key += [kind.name] if kind != TEXTS else []
         return key + ([f"rated {options.rating_threshold}"] if options.rating_threshold is not None else [])
 
@@ -402,7 +402,7 @@ class DatasetPipeline:
                     if (threshold := self.options.rating_threshold) is not None:
                         row_format = dataclasses.replace(row_format, read=partial(row_format.read, threshold=threshold))
                     learn, of_format = self.options.learn, row_format.template
-                    images = self.options.images
+                    images = self.options.image_processor
                     renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers, images)
                     piece, of_rows = tokenization.tokenize_batch(
                         rows, row_format, renderer, self.tokenizer, self.options.longest_row, report
@@ -437,7 +437,7 @@ class DatasetPipeline:
             first_rows = [row for _, row in rows[: sources.ROWS_LOOKED_AT]]
             asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
             found = asked.find(list(self._columns), first_rows, source.origin)
-            self._reading = found if self.options.images else found.without_images()
+            self._reading = found if self.options.image_processor else found.without_images()
             _check_objective(self._reading, self.options, first_rows, source.origin)
         if self._reading is None:
             return []

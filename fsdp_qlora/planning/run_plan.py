@@ -111,7 +111,7 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
     if not model.meta.parts.towers:
-        options = dataclasses.replace(options, images=None)
+        options = dataclasses.replace(options, image_processor=None)
     data = prepare(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
     return dataclasses.replace(config, context_length=data.context_length), data
 
@@ -156,7 +156,7 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
 
     A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
-    options = config.pick(DataOptions, images=ImageProcessor.find(folder, config.model_name))
+    options = config.pick(DataOptions, image_processor=ImageProcessor.find(folder, config.model_name))
     continued = config.output_dir if config.resume == "auto" else config.resume
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]

@@ -161,7 +161,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,
-        images=plan.data.images,
+        image_processor=plan.data.image_processor,
         towers=[*plan.model.meta.parts.towers.values()],
     )
     forward.probe()

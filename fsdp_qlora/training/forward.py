@@ -39,7 +39,7 @@ class ForwardPass:
 
     attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
     both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the same
-    pass. temperature: that logits are divided by. images: the processor of rows with images; towers: the parts that
+    pass. temperature: that logits are divided by. image_processor: for rows with images; towers: the parts that
     compute these. context: the ranks that share this one's micro-batches.
     """
 
@@ -54,7 +54,7 @@ class ForwardPass:
     temperature: float = 1.0
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    images: ImageProcessor | None = None
+    image_processor: ImageProcessor | None = None
     towers: Sequence[nn.Module] = ()
 
     def __post_init__(self) -> None:
@@ -92,12 +92,12 @@ class ForwardPass:
         return read_ahead(made, num=_AHEAD) if len(table.images) else [*made]
 
     def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
-        assert self.images is not None
+        assert self.image_processor is not None
         if not self.schedule.padding:
             raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
         names = [[*map(bytes, table.images_of(row))] for row in rows[self.data_rank]]
         taken = inspect.signature(type(self.model).forward).parameters
-        images = self.images.model_inputs([*filter(None, names)], own.input_ids, taken) if any(names) else {}
+        images = self.image_processor.model_inputs([*filter(None, names)], own.input_ids, taken) if any(names) else {}
         return dataclasses.replace(own, images=images, calls_towers=True)
 
     def _lay_out(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:

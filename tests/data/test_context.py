@@ -31,7 +31,7 @@ def prepared(
 ) -> RunData:
     options = {"dataset": tuple(map(str, paths)), "context_length": context_length, "max_bad_rows": 1.0, **given}
     tokenizer = spelled_tokenizer("byte_level")
-    options = TrainConfig(**options).pick(DataOptions, images=None)
+    options = TrainConfig(**options).pick(DataOptions, image_processor=None)
     return prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
 
 

@@ -89,7 +89,7 @@ def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pyt
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen = given.pop("tokenizer", tokenizer)
         config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
-        return prepare_rows(chosen, config.pick(DataOptions, images=None))
+        return prepare_rows(chosen, config.pick(DataOptions, image_processor=None))
 
     return call
 

@@ -18,7 +18,7 @@ from fsdp_qlora.data.content import FOLDER
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.images import are_as_kept, keep, load
+from fsdp_qlora.data.text.image_store import are_as_kept, keep, load
 from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.test_data import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png
@@ -89,7 +89,7 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def call(path: Path, **given: Any) -> RunData:
         config = TrainConfig(dataset=(str(path),), **{"context_length": 300, **given})
-        options = config.pick(DataOptions, images=ImageProcessor.find(model, "model"))
+        options = config.pick(DataOptions, image_processor=ImageProcessor.find(model, "model"))
         return prepare_data(tokenizer, options, vocab_size=len(tokenizer))
 
     return call

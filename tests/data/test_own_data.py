@@ -49,7 +49,7 @@ def prepare(
         config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given})
         caplog.clear()
         with caplog.at_level(logging.INFO, "fsdp_qlora"):
-            data = prepare_data(tokenizer, config.pick(DataOptions, images=None), vocab_size=len(tokenizer))
+            data = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         return data, caplog.text
 
     return call

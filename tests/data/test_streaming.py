@@ -32,7 +32,7 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
     def open_it(dataset: Path, **given: Any) -> RunData:
         usual = {"dataset": (str(dataset),), "streaming": True, "shuffle_buffer": 10, "context_length": 512}
         options = TrainConfig(**{**usual, **given})
-        return prepare_data(tokenizer, options.pick(DataOptions, images=None), vocab_size=len(tokenizer))
+        return prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
 
     return open_it
 

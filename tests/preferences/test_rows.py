@@ -83,7 +83,7 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = CHAT
     config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options})
-    return prepare_rows(tokenizer, config.pick(DataOptions, images=None))
+    return prepare_rows(tokenizer, config.pick(DataOptions, image_processor=None))
 
 
 @pytest.mark.quick

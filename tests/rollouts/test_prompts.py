@@ -36,7 +36,7 @@ def read(folder: Path, rows: list[Any], **options: Any) -> PromptData:
     path = folder / "rows.jsonl"
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     usual = {"dataset": (str(path),), "max_completion_length": 8, "objective": "grpo", "rewards": ("number",)}
-    picked = TrainConfig(**{**usual, **options}).pick(DataOptions, images=None)
+    picked = TrainConfig(**{**usual, **options}).pick(DataOptions, image_processor=None)
     return read_prompts(tokenizer, picked, vocab_size=len(tokenizer))
 
 
@@ -87,7 +87,7 @@ def test_a_tokenizer_without_a_dot_has_room_for_answers_too(tmp_path: Path) -> N
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
     usual = {"objective": "grpo", "rewards": ("number",), "max_completion_length": 3, "max_bad_rows": 1.0}
     config = TrainConfig(dataset=(str(path),), **usual)
-    data = read_prompts(tokenizer, config.pick(DataOptions, images=None), vocab_size=3)
+    data = read_prompts(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=3)
     assert data.train.input_ids.tolist() == [2, 2, 1, 1, 1]
     assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 

@@ -40,7 +40,7 @@ class TokenizedRows:
     sampled_logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """The same as the engine gives them, float32 [tokens], where they are asked for."""
     images: np.ndarray = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
-    """The images of all rows, by the names that `images.keep` gave them, uint8 [images, 16]."""
+    """The images of all rows, by the names that `image_store.keep` gave them, uint8 [images, 16]."""
     image_sizes: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """Where rows have images: how many each has, and how many numbers the processor makes of them, int64 [rows, 2]."""
 

@@ -14,7 +14,7 @@ from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.images import keep
+from fsdp_qlora.data.text.image_store import keep
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
@@ -30,7 +30,7 @@ class Renderer:
         learn: "assistant", "last" or "all": which turns are learned.
         of_format: the prompt template of the dataset's format.
         workers: processes that fill chat templates.
-        images: the model's processor of images, if it has one.
+        image_processor: the model's, if it has one.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Renderer:
         learn: str,
         of_format: PromptTemplate,
         workers: Sequence[TemplateWorker],
-        images: ImageProcessor | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
-        self._chosen, self._learn, self._workers, self.images = chosen, learn, workers, images
+        self._chosen, self._learn, self._workers, self._image_processor = chosen, learn, workers, image_processor
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
@@ -88,7 +88,7 @@ class Renderer:
         if isinstance(content, Fields):
             content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), "template")
         if isinstance(content, Chat):
-            if content.images and self.images is None:
+            if content.images and self._image_processor is None:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
@@ -107,12 +107,12 @@ class Renderer:
 
     def _shown(self, rows: Sequence[Sequence[Segment]], images: Sequence[Image]) -> list[Rendered]:
         """The texts of a chat with the tokens of its images."""
-        assert self.images is not None
+        assert self._image_processor is not None
         names, pixels = zip(*map(keep, images), strict=True)
-        expanded = [self.images.expand(row, pixels) for row in rows]
+        expanded = [self._image_processor.expand(row, pixels) for row in rows]
         if (most := max(number for _, number, _ in expanded)) < len(images):
             raise BadRow(f"the chat template shows {most} of the row's {len(images)} images")
-        ids = self.images.image_ids
+        ids = self._image_processor.image_ids
         return [Rendered(segments, "chat", (), (), None, (), names[:n], size, ids) for segments, n, size in expanded]
 
     def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
