@@ -192,13 +192,12 @@ def _disk() -> str:
 
 
 def _wandb() -> str:
-    import wandb
+    from fsdp_qlora.observability.wandb_sink import WandbSink, online_mode
 
-    from fsdp_qlora.observability.wandb_sink import WandbSink, why_offline
-
-    if problem := WandbSink.problem():
-        return problem
-    return why_offline(wandb.setup(wandb.Settings(silent=True)).settings) or "logged in"
+    try:
+        return WandbSink.problem() or str(online_mode())
+    except UserError as no_key:
+        return str(no_key)
 
 
 def _shared_memory() -> str:

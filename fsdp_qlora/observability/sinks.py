@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,8 @@ class Sink:
 class QueuedSink(Sink):
     """A sink whose library may block or fail: one thread makes all calls to it, with a time limit at start and end.
 
-    The first failure is logged once and ends the sink; the calls that wait in a full queue count as one.
+    The first failure is logged once and ends the sink. At the start it is sent the records of earlier starts that it
+    lacks.
 
     Attributes:
         name: as --log_to gives it, which is that of the package.
@@ -74,20 +75,21 @@ class QueuedSink(Sink):
     name: ClassVar[str]
     start_seconds: ClassVar[float] = 60.0
     finish_seconds: ClassVar[float] = 15.0
-    most_waiting: ClassVar[int] = 10_000  # records held for a library that does not return
 
     def __init__(self, options: SinkOptions) -> None:
         self.client: Any = None
-        self._has_failed = self._is_reported = False
-        self._calls: queue.Queue[Callable[[], object]] = queue.Queue(self.most_waiting)
+        self._has_failed = False
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         try:
             earlier = read_records(options.output_dir / METRICS_FILE)
             self.client = within(self.start_seconds, partial(self.open, options))
         except Exception as error:
-            self.fail(error)
+            self._fail(error)
+        self._thread = threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True)
         if self.client is not None:
-            threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True).start()
-            self.post(partial(self.catch_up, earlier))
+            self._thread.start()
+            for record in self.lacking(earlier):
+                self.post(partial(self.log, record))
 
     @classmethod
     def problem(cls) -> str | None:
@@ -98,14 +100,13 @@ class QueuedSink(Sink):
         """Start the library's run, and return its object."""
         raise NotImplementedError
 
-    def catch_up(self, earlier: Sequence[Record]) -> None:
-        """Send the records of earlier starts that the library lacks."""
-        for record in earlier:
-            self.log(record)
-
     def log(self, record: Record) -> None:
         """Send a step's or an evaluation's record."""
         raise NotImplementedError
+
+    def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the records of earlier starts that the library lacks."""
+        return earlier
 
     def finish(self, exit_code: int) -> None:
         """End the library's run, after all calls have been made."""
@@ -125,45 +126,33 @@ class QueuedSink(Sink):
             try:
                 within(self.finish_seconds, partial(self._finish, exit_code))
             except Exception as error:
-                self.fail(error)
+                self._fail(error)
 
     def post(self, call: Callable[[], object]) -> None:
-        """Queue a call for the thread. It must not wait for the library."""
-        if self.client is None or self._has_failed:
-            return
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            self.fail(f"it has not accepted the last {self.most_waiting:,} records")
+        """Queue a call for the thread."""
+        if self.client is not None and not self._has_failed:
+            self._calls.put(call)
 
-    def fail(self, error: Exception | str) -> None:
+    def _work(self) -> None:
+        while call := self._calls.get():
+            try:
+                call()
+            except Exception as error:
+                return self._fail(error)
+
+    def _finish(self, exit_code: int) -> None:
+        self._calls.put(None)
+        self._thread.join()
+        self.finish(exit_code)
+
+    def _fail(self, error: Exception) -> None:
         """Send nothing more, and say so once."""
-        self._has_failed = True
-        self.report_incomplete(error)
-
-    def report_incomplete(self, error: Exception | str) -> None:
-        """Say once that the library does not have all records."""
-        if not self._is_reported:
-            self._is_reported = True
+        if not self._has_failed:
+            self._has_failed = True
             log.info(
                 f"{self.name}: the run there is incomplete ({reason(error)}). Training is not affected, all numbers "
                 f"are in {METRICS_FILE}. {self.advice()}".rstrip()
             )
-
-    def _work(self) -> None:
-        while True:
-            call = self._calls.get()
-            try:
-                if not self._has_failed:
-                    call()
-            except Exception as error:
-                self.fail(error)
-            finally:
-                self._calls.task_done()
-
-    def _finish(self, exit_code: int) -> None:
-        self._calls.join()
-        self.finish(exit_code)
 
 
 class TensorBoardSink(QueuedSink):
@@ -196,7 +185,7 @@ class TensorBoardSink(QueuedSink):
         self.client.close()
 
 
-def reason(error: Exception | str) -> str:
+def reason(error: Exception) -> str:
     """The first line of an error, without secrets."""
     return redact((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
 

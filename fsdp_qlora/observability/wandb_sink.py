@@ -7,17 +7,16 @@ import importlib.metadata
 import logging
 import os
 import shlex
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from typing import Any
 
 from packaging.version import Version
 
 from fsdp_qlora.config.conflicts import wandb_settings
 from fsdp_qlora.distributed.supervision.clock import within
 from fsdp_qlora.observability.sinks import QueuedSink, SinkOptions, named_numbers, reason
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.records import Record, plain
 
 log = logging.getLogger("fsdp_qlora")
@@ -30,20 +29,14 @@ TEARDOWN_SECONDS = 5.0
 
 
 class WandbSink(QueuedSink):
-    """A wandb run that can neither stop nor stall training.
+    """A wandb run, which every start of the run continues; offline where it cannot be online.
 
-    Online or offline is decided before it starts. A failure is reported in one line that says how to sync.
-
-    A resumed run is sent the records of metrics.jsonl that the server lacks, and no others. (wandb uploads every
-    15 s, so a kill loses the last records.)
+    wandb uploads every 15 s, so a kill loses the last rows there. The next start sends what follows the server's last
+    row. An evaluation that a kill has separated from its step's row is not sent again.
     """
 
     name = "wandb"
     start_seconds = 2 * INIT_SECONDS
-
-    def __init__(self, options: SinkOptions) -> None:
-        self._last_eval_step = -1  # the server's last when the run was resumed
-        super().__init__(options)
 
     @classmethod
     def problem(cls) -> str | None:
@@ -57,29 +50,24 @@ class WandbSink(QueuedSink):
         return None
 
     def open(self, options: SinkOptions) -> Any:
-        run, line = _start_wandb(options, finish_seconds=self.finish_seconds)
-        log.info(line)
-        if run is not None:
-            self._listen(run)
+        # wandb reports its own errors over the network, and at exit waits 10 s for a server that does not answer.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        limit, problem = 0.8 * self.finish_seconds, ""
+        try:
+            run = _start(options, finish_timeout=limit, mode=online_mode())
+        except Exception as error:
+            problem = f" ({reason(error)})"
+            _stop(1)  # it still holds the run's id and would refuse a second run with it
+            run = _start(options, finish_timeout=limit, mode="offline")
+        log.info("wandb: %s", f"offline{problem}. {_how_to_upload(run)}" if run.offline else run.url or "disabled")
         return run
 
-    def catch_up(self, earlier: Sequence[Record]) -> None:
-        """Send the records of earlier starts that the server lacks; offline it is unknown which these are."""
-        if not self.client.offline:
-            self._last_eval_step = self.client.summary.get("eval_step", -1)
-            super().catch_up(earlier)
+    def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [] if self.client.offline else [one for one in earlier if one["step"] >= self.client.starting_step]
 
     def log(self, record: Record) -> None:
-        """Send a record unless the server has it: the server's last row is the one before `starting_step`.
-
-        An evaluation's numbers get names of their own, because its step's numbers are in the same row. If a kill
-        separated it from that row, it is sent in the next row; `eval_step` gives its step.
-        """
-        step, first_step = record["step"], self.client.starting_step
-        is_evaluation = "eval_loss" in record
-        is_there = step < first_step - is_evaluation or (is_evaluation and step <= self._last_eval_step)
-        if not is_there:
-            self.client.log(named_numbers(record), step=max(step, first_step))
+        """Send a record; wandb drops one that is before its next row. An evaluation's numbers are in its step's row."""
+        self.client.log(named_numbers(record), step=record["step"])
 
     def summary(self, values: Record) -> None:
         self.post(lambda: self.client.summary.update(values))
@@ -89,47 +77,24 @@ class WandbSink(QueuedSink):
 
     def close(self, exit_code: int) -> None:
         super().close(exit_code)
-        _stop_wandb(exit_code)
+        _stop(exit_code)
 
     def advice(self) -> str:
         return _how_to_upload(self.client) if self.client is not None else ""
 
-    def _listen(self, run: Any) -> None:
-        """Read wandb's messages: they are the only sign that the server refuses data for good."""
-        import wandb
 
-        def read(record: logging.LogRecord) -> bool:
-            if "will not be synced" in record.getMessage():
-                self.report_incomplete("the server has refused data")
-            return False
-
-        terminal = logging.Logger("wandb")
-        terminal.addFilter(read)
-        wandb.termsetup(run.settings, terminal)
-
-
-def _start_wandb(options: SinkOptions, *, finish_seconds: float) -> tuple[Any, str]:
-    """Start a wandb run, online if possible; returns it (None if wandb is disabled) and a line for the user."""
-    # wandb reports its own errors over the network, and at exit waits 10 s for a server that does not answer.
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+def online_mode() -> Any:
+    """The mode of WANDB_MODE and `wandb offline`. Raises UserError if it is online and there is no API key."""
     import wandb
 
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if settings.mode == "disabled":
-        return None, "wandb: disabled by WANDB_MODE."
-    problem = why_offline(settings)
-    if problem is None:
-        try:
-            run = _init_wandb(options, finish_seconds, mode="online")
-            return run, f"wandb: {run.url}"
-        except Exception as error:
-            problem = reason(error)
-            _stop_wandb(1)  # it still holds the run's id and would refuse a second run with it
-    run = _init_wandb(options, finish_seconds, mode="offline")
-    return run, f"wandb: offline ({problem}). {_how_to_upload(run)}"
+    mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
+    # It only looks for a key, wherever wandb may store it.
+    if mode == "online" and not wandb.login(verify=False, prompt=False):
+        raise UserError("no API key: `wandb login` or WANDB_API_KEY sets one")
+    return mode
 
 
-def _init_wandb(options: SinkOptions, finish_seconds: float, *, mode: Literal["online", "offline"]) -> Any:
+def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     import wandb
 
     named: dict[str, Any] = {"project": "fsdp_qlora", **(wandb_settings(options.config["wandb"]) or {})}
@@ -139,7 +104,7 @@ def _init_wandb(options: SinkOptions, finish_seconds: float, *, mode: Literal["o
         disable_git=True,  # a remote's URL may hold a token
         save_code=False,
         init_timeout=INIT_SECONDS,
-        finish_timeout=0.8 * finish_seconds,
+        finish_timeout=finish_timeout,
         finish_timeout_raises=True,
     )
     return wandb.init(
@@ -153,7 +118,7 @@ def _init_wandb(options: SinkOptions, finish_seconds: float, *, mode: Literal["o
     )
 
 
-def _stop_wandb(exit_code: int) -> None:
+def _stop(exit_code: int) -> None:
     """Stop wandb's process now, because its exit hook waits without limit.
 
     If that times out, the hook is removed anyway, and wandb's process ends with ours.
@@ -162,20 +127,6 @@ def _stop_wandb(exit_code: int) -> None:
         import wandb
 
         within(TEARDOWN_SECONDS, partial(wandb.teardown, exit_code))
-
-
-def why_offline(settings: Any) -> str | None:
-    """Why an online run cannot work, None if it may."""
-    import wandb
-
-    if settings.mode in ("offline", "dryrun"):
-        return "requested by WANDB_MODE or `wandb offline`"
-    try:
-        if not wandb.login(verify=False, prompt=False):  # only looks for a key, wherever wandb may store it
-            return f"no API key for {urlsplit(settings.base_url).hostname}: `wandb login` or WANDB_API_KEY sets one"
-    except Exception as error:
-        return reason(error)
-    return None
 
 
 def _how_to_upload(run: Any) -> str:
