@@ -78,7 +78,7 @@ def main() -> int:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as a Markdown table."""
     lines = [
-        "| model | cards | `use_cpu_offload` | GPU | + block inputs | host | 24 GB card |",
+        "| model | GPUs | `use_cpu_offload` | GPU memory | + block inputs | host memory | 24 GB GPU |",
         "|---|---|---|---|---|---|---|",
     ]
     roomy: set[tuple[str, int]] = set()

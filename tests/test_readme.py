@@ -20,6 +20,7 @@ from benchmarks import planned_memory
 from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
+from fsdp_qlora.planning.report import KNOWN_MODELS
 from scripts import update_docs
 from tests.commands.test_gguf import stand_in_llama_cpp
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
@@ -247,6 +248,14 @@ def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
 def test_the_table_of_planned_memory_is_that_of_its_file() -> None:
     rows = json.loads(planned_memory.RESULTS.read_text())["rows"]
     assert "\n".join(planned_memory.table(rows)) in (ROOT / "docs/memory.md").read_text()
+
+
+def test_the_page_on_memory_counts_the_known_models() -> None:
+    sizes = [model for model in KNOWN_MODELS.values() if isinstance(model, dict)]  # the others are names of one of these
+    page = (ROOT / "docs/memory.md").read_text()
+    assert re.findall(r"(\d+)\smodels\sthat\sthe\sprogram\sknows\sunder\s(\d+)\snames", page) == [
+        (str(len(sizes)), str(len(KNOWN_MODELS)))
+    ]
 
 
 def test_settings_of_other_programs_are_named_as_the_messages_name_them() -> None:
