@@ -251,7 +251,7 @@ def test_the_table_of_planned_memory_is_that_of_its_file() -> None:
 
 
 def test_the_page_on_memory_counts_the_known_models() -> None:
-    sizes = [model for model in KNOWN_MODELS.values() if isinstance(model, dict)]  # the others are names of one of these
+    sizes = [model for model in KNOWN_MODELS.values() if isinstance(model, dict)]  # others are aliases
     page = (ROOT / "docs/memory.md").read_text()
     assert re.findall(r"(\d+)\smodels\sthat\sthe\sprogram\sknows\sunder\s(\d+)\snames", page) == [
         (str(len(sizes)), str(len(KNOWN_MODELS)))
