@@ -21,14 +21,14 @@ OPTIONS = ROOT / "docs" / "options.md"
 INTRODUCTION = """\
 # Options
 
-The flags of `fsdp-qlora train`, which are those of `train.py`; the keys of the YAML file that `--config` takes, which
-flags win over; and the keywords of [`fsdp_qlora.train`](python_api.md). Lists are separated by commas or spaces.
-`fsdp-qlora train --help` prints the same. This file is written by `python scripts/update_docs.py`.
+These are the flags of `fsdp-qlora train` (and `train.py`), the keys of YAML files for `--config`, and the keywords of
+[`fsdp_qlora.train`](python_api.md). Flags override YAML keys. Separate the items of lists by commas or spaces.
+`fsdp-qlora train --help` prints the same texts. `python scripts/update_docs.py` writes this page.
 """
 
 
 def options_page() -> str:
-    """docs/options.md: the options under the headings of --help, then what some of them may do."""
+    """The text of docs/options.md: the options under the headings of --help, then rules for groups of them."""
     parts = [INTRODUCTION]
     for heading, options in option_help().items():
         parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
@@ -56,13 +56,13 @@ def _marks() -> list[str]:
     quantizers = sorted({kind.quantizer for kind in TRAIN_TYPES.values() if kind.quantizer})
     same = [name for name in vars(DEFAULTS) if name not in names_marked(MAY_DIFFER)]
     sentences = [
-        f"An unfinished run is resumed only with the same {_names(same)}. All other options may differ, as long as the "
+        f"To resume an unfinished run, keep the values of {_names(same)}. All other options may differ, as long as the "
         "rows and the base weights stay the same.",
-        f"The nodes of one run need the same options, except for {_marked(PER_NODE)}.",
+        f"All nodes of a run need the same options, except for {_marked(PER_NODE)}.",
         f"Only train types with an adapter take {_marked(OF_ADAPTER)}.",
         *(f"Only train types with the quantizer {name} take {_marked(of_quantizer(name))}." for name in quantizers),
     ]
-    return ["## What options may do\n", *(_wrapped(sentence) + "\n" for sentence in sentences)]
+    return ["## Option rules\n", *(_wrapped(sentence) + "\n" for sentence in sentences)]
 
 
 def _marked(mark: Mark) -> str:

@@ -290,6 +290,12 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def test_headings_begin_with_their_subject() -> None:
+    pages = [*DOCUMENTS, ROOT / "benchmarks/README.md", ROOT / "tests/phantom/README.md"]
+    titles = [title for page in pages for title in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)]
+    assert [title for title in titles if re.match(r"(As of|Of|Those|What)\b", title)] == []
+
+
 def links(path: Path) -> Iterator[tuple[Path, str]]:
     """The files and anchors that a document links to."""
     for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
