@@ -278,6 +278,13 @@ def test_the_page_for_contributors_names_every_folder_of_the_package() -> None:
     assert folders - set(re.findall(r"\w+", (ROOT / "docs/how_it_works.md").read_text())) == set()
 
 
+def test_every_path_that_contributors_are_shown_exists() -> None:
+    page = (ROOT / "docs/how_it_works.md").read_text() + (ROOT / "SECURITY.md").read_text()
+    paths = set(re.findall(r"`(\w[\w/]*/\w*(?:\.py)?)`", page))
+    there = {path for path in paths for start in (ROOT, ROOT / "fsdp_qlora") if (start / path).exists()}
+    assert len(paths) > 40 and paths - there == set()
+
+
 def test_the_table_of_promises_names_every_folder_of_tests() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert folders == set(re.findall(r"`tests/(\w+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
