@@ -7,6 +7,7 @@ A connection is a process: a line of JSON says what is to run, lines with its pr
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -28,6 +29,10 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import torch.optim
     import transformers.models.llama.modeling_llama
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a process's collector would copy the pages of all that
+gc.freeze = gc.unfreeze = lambda: None  # the training loop would undo it
 
 
 class Handler(socketserver.StreamRequestHandler):
