@@ -12,10 +12,9 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from fsdp_qlora.config.cli import current_options
-from fsdp_qlora.config.options import option_types
 from fsdp_qlora.data.batches import schedule
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.utils.files import is_partial, why_not_writable, write_json
@@ -231,7 +230,7 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
     """A line for each way in which a stored run differs. facts: those of this start that are known."""
     then, options = current_options(stored.get("options", {})), request.options
     differences = [
-        f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
+        f"--{name} was {_shown(then[name])} and is {_shown(value)}"
         for name, value in options.items()
         if name not in request.may_differ and name in then and then[name] != value and (name, value) not in KEPT
     ]
@@ -254,11 +253,6 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
 
 def _rows_per_step(options: Mapping[str, Any], data_size: int) -> int:
     return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], data_size)
-
-
-def _removed(name: str, value: object) -> str:
-    is_known = name != "optimizer" or value in get_args(option_types()["optimizer"])
-    return "" if is_known else ", and this version cannot resume it"
 
 
 def _shown(value: object) -> str:

@@ -260,8 +260,8 @@ class StoredValues:
         self._names = {id(parameter): name for name, parameter in trained.items()}
         self._opened = contextlib.ExitStack()
         self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
-        self.has_start = (folder / START).is_file()  # what was subtracted from the base
-        self._start = self._opened.enter_context(safe_open(folder / START, "pt")) if self.has_start else None
+        first = folder / START  # what was subtracted from the base
+        self._start = self._opened.enter_context(safe_open(first, "pt")) if first.is_file() else None
         self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export import save_results as save
 from fsdp_qlora.export.card import Base, documents, training_record
 from fsdp_qlora.model.adapters.first_values import LiveValues, Values
-from fsdp_qlora.model.adapters.insert import reduces_base
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
 from fsdp_qlora.utils.files import read_json
@@ -82,18 +81,11 @@ class ResultForm:
         Args:
             state: its state.json.
         Raises:
-            UserError: the checkpoint is of another model, or of an earlier version that did not keep what is needed.
+            UserError: the checkpoint is of another model.
             TrainingError: the result could not be written.
             DamagedCheckpoint: the checkpoint cannot be read.
         """
-        options = state["about"]["options"]
         values = StoredValues(self.model, folder, state["tensors"])
-        init = options.get("init_lora_weights", "true")
-        if self.adapter is not None and reduces_base(init) and not values.has_start:
-            raise UserError(
-                f"{folder} was saved by an earlier version, without the first values of {init} that its adapter "
-                "needs. Resume the run, which saves them too."
-            )
         try:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
         finally:

@@ -61,7 +61,7 @@ def staged_file(path: Path) -> Iterator[Path]:
     """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
 
     After a failure nothing of it is left; what a kill has left a writer removes an hour later. The last of several
-    writers wins: each has a name of its own (of earlier versions a fixed one).
+    writers wins: each has a name of its own.
     """
     with contextlib.suppress(OSError):
         for left in path.parent.iterdir():
@@ -88,7 +88,7 @@ def refusal_named(option: str, path: object) -> Iterator[None]:
 
 def is_partial(name: str, of: str) -> bool:
     """Whether a name is that of a file `of` that was not written to its end."""
-    return re.fullmatch(rf"\.{re.escape(of)}(\.[0-9a-f]{{16}})?{re.escape(PARTIAL)}", name) is not None
+    return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{16}}{re.escape(PARTIAL)}", name) is not None
 
 
 @contextlib.contextmanager

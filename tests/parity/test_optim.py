@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
-from fsdp_qlora.commands.export import stored_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
@@ -114,13 +112,6 @@ def test_paged_optimizers_are_refused_without_a_gpu() -> None:
     with pytest.raises(UserError, match=r"there is no GPU\. Use adamw_8bit"):
         check_optimizer("paged_adamw_8bit", torch.device("cpu"))
     check_optimizer("paged_adamw_8bit", torch.device("cuda"))
-
-
-def test_checkpoints_of_a_removed_optimizer_are_refused() -> None:
-    (line,) = find_differences({"options": {"optimizer": "muon"}}, {}, StartRequest({"optimizer": "adamw"}))
-    assert "was muon" in line and "cannot resume" in line
-    with pytest.raises(UserError, match="muon, which is gone"):
-        stored_config({"options": {"optimizer": "muon"}})
 
 
 def test_bitsandbytes_refuses_shards_that_it_cannot_count() -> None:

@@ -87,7 +87,7 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
     assert [path.name for path in out.iterdir()] == [run_files.RUN]  # from here on, the same run is resumed
-    (out / run_files.RUN).rename(out / ".run.json.partial")
+    (out / run_files.RUN).rename(out / ".run.json.0123456789abcdef.partial")
     (out / ".saving").mkdir()
     (out / run_files.STATUS).touch()
     checkpoint.staging_folder(out / run_files.CHECKPOINTS, 1, "fetching").mkdir(parents=True)

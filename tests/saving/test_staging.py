@@ -23,9 +23,9 @@ def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path
 
 def test_writers_of_one_file_remove_only_what_killed_ones_left(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):  # of earlier versions, and of this one
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (0, 0))
+    left = tmp_path / ".run.json.0123456789abcdef.partial"
+    left.touch()
+    os.utime(left, (0, 0))
     (tmp_path / ".other.json.partial").write_text("another's")
     with staged_file(path) as slow:
         slow.write_text("slow")
