@@ -13,7 +13,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 log="$(mktemp)"
 trap 'rm -f "$log"' EXIT
 
-quick=(-m quick -n 2 --dist loadfile)
+quick=(-m quick -n 2 --dist worksteal)
 # What scripts/demo.sh does, on a tiny model.
 demo=(--slow tests/test_readme.py -k the_demo_runs)
 # Every command that the documents name, and the wheel's; those that only say something are in the quick tier.
