@@ -65,7 +65,7 @@ def token_logprobs(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
         for rows in forward.eval_rounds(np.arange(len(table)), table):
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             losses, batch = forward.token_losses(forward.micro_batch(rows, table), reduction="none", alone=True)
-            found[batch.answers["places"]] = -losses[0]  # what is no target has the place and the value 0
+            found[batch.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0
     reshard_all(forward.model)
     dist.all_reduce(found)  # a token is a target on one rank
     return found.cpu().numpy()

@@ -13,7 +13,7 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.data_report import DataReport
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
-from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS, AskedFormat
@@ -143,6 +143,43 @@ def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) 
     assert np.bincount(padded.target_rows // 9).tolist() == joined.num_targets
     picked = join_rows([rows[1], rows[0]])
     assert picked.splits.tolist() == [9, 5] and picked.document_targets.tolist() == [7, 2, 3, 3]
+
+
+def filled(num_rows: int, first: int) -> TokenizedRows:
+    """Rows of two documents whose every array has numbers of its own."""
+    sizes = {"token": 4 * num_rows, "row": num_rows, "document": 2 * num_rows, "image": num_rows}
+    arrays = {}
+    for name, index in INDEXED_BY.items():
+        shape = (sizes[index], *getattr(NO_ROWS, name).shape[1:])
+        arrays[name] = first + np.arange(np.prod(shape)).reshape(shape)
+    own = {"splits": np.full(num_rows, 2), "image_sizes": np.ones((num_rows, 2), np.int64)}
+    return TokenizedRows(offsets=np.arange(0, 4 * num_rows + 1, 4), **{**arrays, **own})
+
+
+@pytest.mark.quick
+def test_slices_and_joined_tables_keep_every_array() -> None:
+    whole, others = filled(3, 100), filled(2, 200)
+    again = join_rows([whole[row] for row in range(3)])
+    assert {name: array.tolist() for name, array in again.arrays.items()} == {
+        name: array.tolist() for name, array in whole.arrays.items()
+    }
+    joined = join_rows([whole, others])
+    assert {name: len(array) for name, array in joined.arrays.items()} == {
+        name: len(array) + len(others.arrays[name]) - (name == "offsets") for name, array in whole.arrays.items()
+    }
+    assert joined.as_documents.old_logps.tolist() == joined.old_logps.tolist()
+    with pytest.raises(ValueError, match="advantages"):
+        join_rows([whole, dataclasses.replace(others, advantages=NO_ROWS.advantages)])
+
+
+@pytest.mark.quick
+def test_no_name_of_a_micro_batch_means_two_things() -> None:
+    pairs = dataclasses.replace(filled(2, 100), desired=NO_ROWS.desired, advantages=NO_ROWS.advantages)
+    answers = dataclasses.replace(filled(2, 100), splits=NO_ROWS.splits, reference=NO_ROWS.reference)
+    of_documents = concatenate_rows(pairs, [0, 1], pad_token_id=1, shares_prompts=True).documents
+    of_targets = concatenate_rows(answers, [0, 1], pad_token_id=1).answers
+    assert "own_tokens" in of_documents and "advantages" in of_targets
+    assert not of_documents.keys() & of_targets.keys()
 
 
 @pytest.mark.quick

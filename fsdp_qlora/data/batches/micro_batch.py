@@ -40,7 +40,8 @@ class MicroBatch:
     """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
     answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), old_logps and
-    sampled_logps where rows have them, all float32; places, int64, among the table's tokens. Empty for other rows."""
+    sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the target is.
+    Empty for other rows."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
@@ -177,14 +178,14 @@ def _batch(
 def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> dict[str, torch.Tensor]:
     """`MicroBatch.answers` of some rows; without a target those of one that counts nothing, as in `learned_rows`."""
     bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
-    found = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
-    places = np.concatenate(found) if num_targets.sum() else np.zeros(1, np.int64)
+    learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
+    indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
     advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
     of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
     of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
-    values = {name: np.resize(each, len(places)) for name, each in of_rows.items()}
-    values |= {name: each[places] for name, each in of_tokens.items() if len(each)}
-    return {**{name: _floats(each) for name, each in values.items()}, "places": torch.from_numpy(places)}
+    values = {name: np.resize(each, len(indices)) for name, each in of_rows.items()}
+    values |= {name: each[indices] for name, each in of_tokens.items() if len(each)}
+    return {**{name: _floats(each) for name, each in values.items()}, "table_indices": torch.from_numpy(indices)}
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:

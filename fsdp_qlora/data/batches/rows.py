@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_type_hints
 
 import numpy as np
 
@@ -14,34 +14,42 @@ Numbers = Sequence[int] | np.ndarray
 _ROWS_COUNTED = 4096  # at a time
 
 
+# What an array has a value for, so that slices and joined tables keep it.
+PerToken = Annotated[np.ndarray, "token"]
+PerRow = Annotated[np.ndarray, "row"]
+PerDocument = Annotated[np.ndarray, "document"]
+PerImage = Annotated[np.ndarray, "image"]
+
+
 @dataclass(frozen=True, eq=False)
 class TokenizedRows:
     """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
 
-    input_ids: np.ndarray
+    input_ids: PerToken
     """int32 [tokens]."""
-    learned: np.ndarray
+    learned: PerToken
     """bool [tokens], true where the token is a target."""
     offsets: np.ndarray
     """int64 [rows + 1]."""
-    row_numbers: np.ndarray
+    row_numbers: PerRow
     """The number of each row in the dataset, int64 [rows]."""
-    splits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    splits: PerRow = field(default_factory=lambda: np.zeros(0, np.int64))
     """Tokens of the first document of each row, int64 [rows], where rows are two: a chosen and a rejected answer, or an
     answer with a label and another row's."""
-    desired: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    desired: PerRow = field(default_factory=lambda: np.zeros(0, np.bool_))
     """The label of each row, bool [rows], where rows have one."""
-    reference: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    reference: PerDocument = field(default_factory=lambda: np.zeros(0, np.float32))
     """The reference's log-probability of each document, float32 [documents], where it was computed before training."""
-    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """The advantage of each row, float32 [rows], where rows are sampled answers with their prompts."""
-    old_logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Their tokens' log-probabilities when they were sampled, float32 [tokens], where the policy is another by now."""
-    sampled_logps: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    advantages: PerRow = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The advantage of each row, float32 [rows], where rows are sampled completions with their prompts."""
+    old_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Log-probability of each token under the policy that sampled it, float32 [tokens], where the policy has changed
+    since."""
+    sampled_logps: PerToken = field(default_factory=lambda: np.zeros(0, np.float32))
     """The same as the engine gives them, float32 [tokens], where they are asked for."""
-    images: np.ndarray = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
+    images: PerImage = field(default_factory=lambda: np.zeros((0, 16), np.uint8))
     """The images of all rows, by the names that `image_store.keep` gave them, uint8 [images, 16]."""
-    image_sizes: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    image_sizes: PerRow = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     """Where rows have images: how many each has, and how many numbers the processor makes of them, int64 [rows, 2]."""
 
     def __len__(self) -> int:
@@ -49,12 +57,15 @@ class TokenizedRows:
 
     def __getitem__(self, row: int) -> "TokenizedRows":
         """One row, which shares its memory with all."""
-        start, end = self.offsets[row : row + 2]
-        offsets = np.array([0, end - start], dtype=np.int64)
-        of_rows = (each[row : row + 1] for each in (self.row_numbers, self.splits, self.desired))
-        found = TokenizedRows(self.input_ids[start:end], self.learned[start:end], offsets, *of_rows)
-        sizes = self.image_sizes[row : row + 1]
-        return dataclasses.replace(found, images=self.images_of(row), image_sizes=sizes) if len(sizes) else found
+        each = 2 if len(self.splits) else 1
+        bounds = {
+            "token": self.offsets[row : row + 2],
+            "row": (row, row + 1),
+            "document": (each * row, each * (row + 1)),
+            "image": self._first_images[row : row + 2],
+        }
+        arrays = {name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()}
+        return TokenizedRows(offsets=np.array([0, len(arrays["input_ids"])], dtype=np.int64), **arrays)
 
     def images_of(self, row: int) -> np.ndarray:
         """The images of a row, uint8 [images, 16]."""
@@ -62,7 +73,7 @@ class TokenizedRows:
 
     @cached_property
     def _first_images(self) -> np.ndarray:
-        return np.cumsum([0, *self.image_sizes[:, 0]])
+        return np.cumsum([0, *(self.image_sizes[:, 0] if len(self.image_sizes) else np.zeros(len(self), np.int64))])
 
     @cached_property
     def digest(self) -> str:
@@ -119,8 +130,8 @@ class TokenizedRows:
         """A row for each document, in the same memory: a pair's row i becomes the rows 2 * i and 2 * i + 1."""
         if not len(self.splits):
             return self
-        numbers = self.row_numbers.repeat(2)
-        return TokenizedRows(self.input_ids, self.learned, self.document_offsets, numbers, reference=self.reference)
+        kept = {name: getattr(self, name) for name, index in INDEXED_BY.items() if index in ("token", "document")}
+        return TokenizedRows(offsets=self.document_offsets, row_numbers=self.row_numbers.repeat(2), **kept)
 
     def describe_numbers(self, rows: np.ndarray) -> str:
         """The numbers of some rows in the dataset, as text."""
@@ -129,7 +140,7 @@ class TokenizedRows:
 
     @cached_property
     def num_shared(self) -> np.ndarray:
-        """With how many tokens both documents of each row begin, int64 [rows]."""
+        """Length of the common prefix of each row's two documents, int64 [rows]."""
         found = []
         for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
             length = min(split, end - start - split)
@@ -158,6 +169,11 @@ class Lengths(NamedTuple):
         return sum(self.of_documents) - sum(self.shared or ())
 
 
+INDEXED_BY: dict[str, str] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(TokenizedRows, include_extras=True).items()
+    if name != "offsets"
+}
 NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 
@@ -166,21 +182,21 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
 
     Args:
         renumber: whether the parts are datasets of their own: then row numbers continue from part to part.
+    Raises:
+        ValueError: only some of the parts have an array. Rows without images may be beside rows with some.
     """
     if len(parts) == 1:
         return parts[0]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in INDEXED_BY}
     tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
-    sizes = [part.image_sizes for part in parts] if any(len(part.images) for part in parts) else []
+    offsets = np.concatenate([[0], *(part.offsets[1:] + first for part, first in zip(parts, tokens, strict=False))])
     last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) * renumber for part in parts)])
-    return TokenizedRows(
-        np.concatenate([part.input_ids for part in parts]),
-        np.concatenate([part.learned for part in parts]),
-        np.concatenate([[0], *(part.offsets[1:] + tokens[number] for number, part in enumerate(parts))]),
-        np.concatenate([part.row_numbers + last[number] for number, part in enumerate(parts)]),
-        np.concatenate([part.splits for part in parts]),
-        np.concatenate([part.desired for part in parts]),
-        images=np.concatenate([part.images for part in parts]),
-        image_sizes=np.concatenate(
-            [NO_ROWS.image_sizes, *(np.resize(own, (len(part), 2)) for own, part in zip(sizes, parts, strict=False))]
-        ),
-    )
+    arrays["row_numbers"] += last[:-1].repeat([len(part) for part in parts])
+    sizes = [np.resize(part.image_sizes, (len(part), 2)) for part in parts] if len(arrays["images"]) else []
+    arrays["image_sizes"] = np.concatenate([NO_ROWS.image_sizes, *sizes])
+    joined = TokenizedRows(offsets=offsets, **arrays)
+    counts = {"token": tokens[-1], "row": len(joined), "document": len(joined.document_offsets) - 1}
+    for name, index in INDEXED_BY.items():
+        if index in counts and len(arrays[name]) not in (0, counts[index]):
+            raise ValueError(f"only some of the tables to join have {name}")
+    return joined
