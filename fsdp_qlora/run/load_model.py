@@ -39,11 +39,12 @@ from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_f
 from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
-from fsdp_qlora.sharding.optimizer import ShardedOptimizer, learning_rate
+from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.forward import ForwardPass
+from fsdp_qlora.training.lr_schedule import learning_rate
 from fsdp_qlora.training.objective import StepObjective, log_probabilities
 from fsdp_qlora.training.policy import PolicyObjective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
@@ -166,7 +167,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     )
     forward.probe()
     options = TrainerOptions(
-        learning_rate=partial(
+        lr_at=partial(
             learning_rate,
             peak=config.learning_rate,
             schedule=config.lr_scheduler,

@@ -1,4 +1,4 @@
-"""Optimizers over a rank's own shards, and the learning rate of each step."""
+"""Optimizers over a rank's own shards."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -53,21 +53,6 @@ OPTIMIZERS = {
 }
 
 _PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
-
-# name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-}
-
-
-def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0: linear warm-up, then the schedule."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return peak * SCHEDULES[schedule](progress)
 
 
 def check_optimizer(name: str, device: torch.device) -> None:

@@ -34,13 +34,13 @@ _SMALLEST_SCALE = 1.0  # no scaling: an overflow is then the model's own
 class TrainerOptions:
     """Options of the training steps.
 
-    learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it; inf disables clipping.
+    lr_at: the learning rate of a step, counted from 0. max_grad_norm: gradients are clipped to it, inf for no clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
     if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
     0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
     """
 
-    learning_rate: Callable[[int], float]
+    lr_at: Callable[[int], float]
     max_grad_norm: float
     num_replicas: int
     sync_every_micro_batch: bool
@@ -95,7 +95,7 @@ class Trainer:
         self.optimizer.take_gradients()
         sums, grad_norm, memory = self._exchange(step, measured)
         self.heartbeat.beat(step, "update")
-        lr, is_finite = self.options.learning_rate(step), self._is_finite(data, rounds, measured, sums[0], grad_norm)
+        lr, is_finite = self.options.lr_at(step), self._is_finite(data, rounds, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
             self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
