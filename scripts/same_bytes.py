@@ -45,7 +45,15 @@ OPTIONS = {
     "quant_cache": "off",
 }
 ADAPTER_OPTIONS = {"lora_rank": 4, "lora_dropout": 0.1}  # random numbers count too
-CONTINUED = ("qlora", "bnb_dora", "full")
+# Cases besides the train types: of each objective with rows of its own, in a file of its name.
+OBJECTIVES: dict[str, dict[str, object]] = {
+    "dpo": {"train_type": "qlora"},
+    "grpo": {
+        **{"train_type": "lora", "rewards": "length:8", "num_generations": 2, "max_completion_length": 8},
+        **{"eval_fraction": 0, "eval_steps": 0},
+    },
+}
+CONTINUED = ("qlora", "bnb_dora", "full", "grpo")
 CACHED = ("qlora", "hqq_lora")
 # Imported once per tree, since it takes most of a tiny run. Not the tree's own modules: they move.
 LIBRARIES = (
@@ -214,7 +222,16 @@ class Runs:
         """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
         model = self.folder / ("expanded" if train_type.endswith("llama_pro") else "model")
         output_dir = self.folder / out
-        given = {**OPTIONS, "model_name": model, "dataset": self.folder / "rows.jsonl", "train_type": train_type}
+        rows, objective = "rows", dict[str, object](train_type=train_type)
+        if train_type in OBJECTIVES:
+            rows, objective = train_type, {"objective": train_type, **OBJECTIVES[train_type]}
+        train_type = str(objective["train_type"])
+        given: dict[str, object] = {
+            **OPTIONS,
+            "model_name": model,
+            "dataset": self.folder / f"{rows}.jsonl",
+            **objective,
+        }
         if train_type.endswith(("lora", "dora")):
             given |= ADAPTER_OPTIONS | ({} if self.alike.dropout else {"lora_dropout": 0})
         if self.alike.pads[tree]:
@@ -290,7 +307,12 @@ def make_inputs(folder: Path) -> None:
     make_model(folder / "model")
     # As block_expansion.py records it; that new blocks begin as zeros does not matter here.
     make_model(folder / "expanded", num_hidden_layers=3, new_blocks=[1])
-    write_rows(folder / "rows.jsonl", make_rows(20))
+    rows = make_rows(20)
+    write_rows(folder / "rows.jsonl", rows)
+    asked = [{"prompt": f"Count to {number} " * (1 + number % 3)} for number in range(20)]
+    write_rows(folder / "grpo.jsonl", asked)
+    said = [{"chosen": "one " * (2 + number % 5), "rejected": "two " * (1 + number % 4)} for number in range(20)]
+    write_rows(folder / "dpo.jsonl", [row | answers for row, answers in zip(asked, said, strict=True)])
 
 
 class Alike(NamedTuple):
@@ -358,8 +380,9 @@ def main() -> int:
     arguments = parser.parse_args()
     from fsdp_qlora.config.train_types import TRAIN_TYPES
 
-    if unknown := set(arguments.train_types) - TRAIN_TYPES.keys():
-        parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(TRAIN_TYPES)}")
+    cases = [*TRAIN_TYPES, *OBJECTIVES]
+    if unknown := {*arguments.train_types} - {*cases}:
+        parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
     begin, different = time.monotonic(), 0
     folder = arguments.folder
     with ThreadPoolExecutor(2) as pool:
@@ -368,7 +391,7 @@ def main() -> int:
         make_inputs(folder)
         servers = {name: future.result() for name, future in opened.items()}
     runs = Runs(folder, servers, make_alike(trees), arguments.tolerance)
-    for name, verdict in checks(runs, arguments.train_types or [*TRAIN_TYPES]):
+    for name, verdict in checks(runs, arguments.train_types or cases):
         is_equal = isinstance(verdict, Verdict) and not verdict.differences
         different += not is_equal
         print(f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}", flush=True)

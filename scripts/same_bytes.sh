@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Proves that a change leaves the numbers as they are: trains each train type on 1 and on 2 ranks of a CPU, with the
-# code of a commit and with that of the working tree, and compares what was saved and logged. Runs that the commit's code
-# left half done, and its quantized cache, must be continued and used by the working tree's code.
+# Proves that a change leaves the numbers as they are: trains each train type, and dpo and grpo, on 1 and on 2 ranks of a
+# CPU, with the code of a commit and with that of the working tree, and compares what was saved and logged. Runs that
+# the commit's code left half done, and its quantized cache, must be continued and used by the working tree's code.
 #
 # Losses, adapters and the optimizer's state may differ by a relative tolerance, tensors by norm: 1e-5, which sums in
 # another order stay below in four steps; int8_lora 500 times that, since it rounds activations. With --tolerance 0, for
@@ -11,7 +11,7 @@
 # Exit status 0 when all are equal, 1 when something differs.
 #
 #     bash scripts/same_bytes.sh HEAD
-#     bash scripts/same_bytes.sh main qlora full    # these train types only
+#     bash scripts/same_bytes.sh main qlora dpo     # these only
 #     bash scripts/same_bytes.sh main --tolerance 0
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
