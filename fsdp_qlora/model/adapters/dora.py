@@ -16,11 +16,10 @@ from torch.autograd.function import once_differentiable
 from fsdp_qlora.model.adapters.lora import (
     LoraAdapter,
     LoraLinear,
-    LowRankFunction,
     Product,
     as_before,
-    kept,
     low_rank_grads,
+    take_kept,
 )
 from fsdp_qlora.model.architecture.chunking import piece_number
 from fsdp_qlora.model.architecture.precision import autocast_kind
@@ -47,7 +46,7 @@ class _DoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         product, row_squares, bias = frozen
         # Weights as attributes, see lora.py.
-        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), product
+        ctx.weights, ctx.product = (lora_A, lora_B, magnitude), product
         rows = x.flatten(0, -2)
         inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
         *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
@@ -65,9 +64,9 @@ class _DoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = grads[0].flatten(0, -2)
-        x, low = kept(ctx)
+        x, low = take_kept(ctx.product)
         adapted, norm = ctx.saved_tensors
-        (lora_A, _, magnitude), (base, scaling, dropout) = ctx.weights, ctx.product
+        (lora_A, _, magnitude), (base, scaling, dropout, *_) = ctx.weights, ctx.product
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
         scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
         factors = dropout.factors(x) if dropout else None
@@ -145,12 +144,11 @@ class DoraAdapter(LoraAdapter):
         """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
         base, own_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
         bias = own_bias.to(base.dtype) if isinstance(own_bias, torch.Tensor) else None
-        product = Product(base, self.scaling, self._draw_dropout())
-        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
-        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
+        x, low, product = self._low_rank(x, base, source)
         # FSDP2 gathers at a call, and counts on one of each in a pass.
         magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
-        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, (product, row_squares, bias))
+        lora_A, lora_B, frozen = self.lora_A.weight, self.lora_B.weight, (product, row_squares, bias)
+        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, frozen)
         return y
 
 

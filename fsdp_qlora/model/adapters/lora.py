@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.distributed.shards import gather_rows
 from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
 from fsdp_qlora.model.architecture.fused import output_again, output_source
+from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
 
@@ -48,11 +49,16 @@ class Dropout(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Inputs of the product besides x, A and B."""
+    """Inputs of the product besides x, u, A and B.
+
+    kept: x, unless `source` can compute it again (`output_source`), and u.
+    """
 
     base: FrozenProduct
     scaling: float
     dropout: Dropout | None
+    kept: Kept
+    source: Any
 
 
 def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -61,36 +67,14 @@ def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class LowRankFunction(torch.autograd.Function):
-    """u = A x', and the keeper of x and u for the product.
-
-    A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
-    when it is done, so the last layer's base product would be computed again in vain if the product kept it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        rows = x.flatten(0, -2)
-        low = F.linear(dropout(rows) if dropout else rows, lora_A.to(x.dtype))
-        ctx.source, ctx.dtype = source, x.dtype
-        ctx.save_for_backward(*(() if source else (x,)), low)
-        return low
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
-        return None, None, None, None  # the product has them all
-
-
-def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, as [N, in], and u, for a product's backward pass, which lets go of the node that keeps them."""
-    keeper, ctx.keeper = ctx.keeper, None
-    *x, low = keeper.saved_tensors
-    return (x[0] if x else output_again(keeper.source).to(keeper.dtype)).flatten(0, -2), low
+def take_kept(product: Product) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, as [N, in], and u, in the backward pass of a product."""
+    *x, low = product.kept.take()
+    return (x[0] if x else output_again(product.source).to(product.base.dtype)).flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
-    """The rest of the forward pass after `LowRankFunction`, and all of the backward pass."""
+    """y, given u, and the backward pass of both."""
 
     @staticmethod
     def forward(
@@ -98,7 +82,7 @@ class _LoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to compute them again.
-        ctx.weights, ctx.product, ctx.keeper = (lora_A, lora_B), product, low.grad_fn
+        ctx.weights, ctx.product = (lora_A, lora_B), product
         (y,) = product.base.multiply(x.flatten(0, -2))
         return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
 
@@ -106,8 +90,8 @@ class _LoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = grads[0].flatten(0, -2)
-        x, low = kept(ctx)
-        lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
+        x, low = take_kept(ctx.product)
+        lora_A, (base, scaling, dropout, *_) = ctx.weights[0], ctx.product
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
         del x  # which may have been computed again: its gradient can have its memory
@@ -158,14 +142,20 @@ class LoraAdapter(nn.Module):
         Args:
             source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
-        product = Product(frozen_product(base_layer, x), self.scaling, self._draw_dropout())
-        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(product.base.dtype)
-        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
-        y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product)
+        x, low, product = self._low_rank(x, frozen_product(base_layer, x), source)
+        y: torch.Tensor = _LoraProduct.apply(x, low, self.lora_A.weight, self.lora_B.weight, product)
         return y
 
-    def _draw_dropout(self) -> Dropout | None:
-        return Dropout.draw(self.dropout) if self.training and self.dropout else None
+    def _low_rank(
+        self, x: torch.Tensor, base: FrozenProduct, source: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, Product]:
+        """x in the base's dtype, u, and the product's other inputs."""
+        dropout, x = Dropout.draw(self.dropout) if self.training and self.dropout else None, x.to(base.dtype)
+        with torch.no_grad():  # the product has all gradients
+            rows = x.flatten(0, -2)
+            low = F.linear(dropout(rows) if dropout else rows, self.lora_A.weight.to(x.dtype))
+        kept = Kept(low) if source else Kept(x, low)
+        return x, low, Product(base, self.scaling, dropout, kept, source)
 
 
 class KeptShard:

@@ -7,11 +7,12 @@ before them, so products are as many as without pieces; but a quantized weight i
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+
+from fsdp_qlora.model.architecture.kept import Kept
 
 # Tokens of a piece. Decoding a matrix from 4 bits takes 1 to 3% of the time of a product with so many.
 PIECE_TOKENS = 8192
@@ -32,12 +33,12 @@ def split_tokens(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """function(x) for x [.., n]; the function is given [1, N, n] and its output for a token depends on no other."""
     rows, state = x.reshape(1, -1, x.shape[-1]), torch.get_rng_state()
-    kept = _Keep.apply(torch.empty(0, device=x.device, requires_grad=True), rows)  # its node lives as long as it
+    kept = Kept(rows)
     pieces, needs_grad, found = [*split_tokens(rows)], x.requires_grad, []
 
     def compute(index: int) -> torch.Tensor:
         if not pieces:  # in the backward pass: of the x that autograd has kept, or the block computed again
-            pieces.extend(split_tokens(kept.grad_fn.saved_tensors[0].detach().requires_grad_(needs_grad)))
+            pieces.extend(split_tokens(kept.take()[0].detach().requires_grad_(needs_grad)))
         number = piece_number.set(index)
         try:
             return function(pieces[index])
@@ -51,16 +52,3 @@ def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
             found.append(checkpoint(compute, index, use_reentrant=False))
     pieces.clear()
     return torch.cat(found, dim=1).view(*x.shape[:-1], -1)
-
-
-class _Keep(torch.autograd.Function):
-    """Keeps x, which may need no gradient. Activation checkpointing of a block ends with it."""
-
-    @staticmethod
-    def forward(ctx: Any, always: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return always.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
-        return None, None

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.architecture.models import block_linears, find_blocks, read_directly
 from fsdp_qlora.model.quantizers.base import FrozenProduct, QuantizedExperts, computing_dtype, plain_product
 
@@ -158,22 +159,8 @@ def _multiply(
     out = (len(choices.tokens), features, dtype) if sums is None else (len(sums), features, sums.dtype)
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
     call = _Call(product, choices, gathers, scaling, transposed, out)
-    y: torch.Tensor = _RoutedProduct.apply(_Keeper.apply(*inputs), call, *inputs)
+    y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
-
-
-class _Keeper(torch.autograd.Function):
-    """Keeps x and shares for the product, so that checkpointing need not multiply again what a block ends with."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shares: torch.Tensor | None, *weights: torch.Tensor | None) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, shares)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
-        return (None,) * 6  # the product has them all
 
 
 class _RoutedProduct(torch.autograd.Function):
@@ -181,10 +168,10 @@ class _RoutedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, keeper: torch.Tensor, call: _Call, x: torch.Tensor, shares: torch.Tensor | None, *weights: Any
+        ctx: Any, kept: Kept, call: _Call, x: torch.Tensor, shares: torch.Tensor | None, *weights: Any
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass.
-        ctx.keeper, ctx.call, ctx.weights = keeper.grad_fn, call, weights
+        ctx.kept, ctx.call, ctx.weights = kept, call, weights
         _, bias, lora_A, lora_B = weights
         *size, dtype = call.out
         y = x.new_empty(size, dtype=dtype) if shares is None else x.new_zeros(size, dtype=dtype)
@@ -204,8 +191,7 @@ class _RoutedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call, weights, (x, shares) = ctx.call, ctx.weights, ctx.keeper.saved_tensors
-        ctx.keeper = None
+        call, weights, (x, shares) = ctx.call, ctx.weights, ctx.kept.take()
         found = [
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip((x, shares, *weights), ctx.needs_input_grad[2:], strict=True)
