@@ -308,12 +308,13 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     trainer.train_step(StepRows(0, *rows))
     trainer.model.train()
     trainer._set_gradient_sync(False)
-    micro_batch = trainer.forward.micro_batch([rows.rows], rows.table)
+    batches = trainer.collator.lay_out_step(rows.table, rows.rows)
+    [micro_batch] = batches
 
     def run() -> int:
         with trainer.forward.attending():
             before = torch.cuda.memory_allocated()
-            loss = trainer._loss(micro_batch, trainer.objective.totals(*rows))[0]
+            loss = trainer._loss(micro_batch, trainer.objective.totals(batches))[0]
             kept = torch.cuda.memory_allocated() - before
             loss.backward()
         return kept

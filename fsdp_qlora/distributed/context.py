@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.utils.errors import UserError
 
 
 class ContextGroup:
@@ -32,14 +31,12 @@ class ContextGroup:
     def to_heads(self, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become those of its heads.
 
+        H is a multiple of N: planning/checks.py has refused other sizes.
+
         Returns:
             [1, H / N, T, D], and of keys and values [1, G' / N, T, D]: fewer heads than ranks are repeated to G'.
-        Raises:
-            UserError: the heads of queries cannot be divided by N.
         """
         query, *others = projected
-        if query.shape[1] % self.size:
-            raise UserError(heads_error(query.shape[1], self.size))
         repeats = self.size // math.gcd(self.size, others[0].shape[1])
         if repeats > 1:
             others = [each.repeat_interleave(repeats, dim=1) for each in others]
@@ -85,14 +82,6 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Summed.apply(grads[0], ctx.group), None
-
-
-def heads_error(heads: int, size: int) -> str:
-    possible = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
-    return (
-        f"--context_parallel_size {size}: this model's attention has {heads} heads, which so many ranks cannot share "
-        f"equally. Possible: {possible}."
-    )
 
 
 def join_context(ranks: Ranks, size: int) -> ContextGroup:

@@ -109,10 +109,10 @@ def measure_blocks(
     """
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
-        described = documents_of_part(described, ContextGroup(num_parts), rank=0)
+        described = documents_of_part(described, 0, num_parts)
     found: dict[Any, BlockBytes] = {}
     try:
-        with attending(parts.model, EAGER if documents == EAGER else VARLEN):
+        with attending(parts.model, EAGER if documents == EAGER else VARLEN, ContextGroup(num_parts)):
             inputs = _arguments(parts, precision, described)
             for block in parts.blocks:
                 if (kind := _kind(block)) not in found:

@@ -7,7 +7,6 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.distributed.context import heads_error
 from fsdp_qlora.model.architecture.attention import can_share, packing_blocker
 from fsdp_qlora.model.architecture.models import canonical_name
 from fsdp_qlora.model.architecture.token_mixers import has_convolution
@@ -70,11 +69,19 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
     """
     if size == 1:
         return
-    heads = parts.model.config.get_text_config().num_attention_heads
     if reason := context_blocker(parts, documents):
         raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
-    if heads % size:
-        raise UserError(heads_error(heads, size))
+    if size not in (possible := sizes_that_divide_heads(parts)):
+        raise UserError(
+            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, which so many ranks "
+            f"cannot share equally. Possible: {', '.join(map(str, possible))}."
+        )
+
+
+def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
+    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that of the heads."""
+    heads = parts.model.config.get_text_config().num_attention_heads
+    return [size for size in range(1, heads + 1) if heads % size == 0]
 
 
 def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

@@ -321,9 +321,9 @@ def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
     """The numbers of ranks that may share each micro-batch, as the option and the model say, the smallest first."""
     if config.context_parallel_size != "auto":
         return [config.context_size]
-    heads, per_node = plan.meta.model.config.get_text_config().num_attention_heads, plan.machine.per_node
-    most = 1 if checks.context_blocker(plan.meta.parts, plan.documents) else per_node
-    return [size for size in range(1, most + 1) if per_node % size == heads % size == 0]
+    if checks.context_blocker(plan.meta.parts, plan.documents):
+        return [1]
+    return [size for size in checks.sizes_that_divide_heads(plan.meta.parts) if plan.machine.per_node % size == 0]
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:

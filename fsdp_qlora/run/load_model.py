@@ -1,6 +1,7 @@
 """Loads the model of a run, from its plan to verified shards, and builds its trainer: for training and benchmarks."""
 
 import dataclasses
+import inspect
 import json
 import logging
 import math
@@ -14,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, LossSettings
+from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
+from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed.context import join_context
@@ -43,10 +45,10 @@ from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
-from fsdp_qlora.training.forward import ForwardPass
+from fsdp_qlora.sharding.vocabulary import sharing_ranks
+from fsdp_qlora.training.forward import ForwardPass, log_probabilities
 from fsdp_qlora.training.lr_schedule import learning_rate
-from fsdp_qlora.training.objective import StepObjective, log_probabilities
-from fsdp_qlora.training.policy import PolicyObjective
+from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
@@ -149,20 +151,27 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     control, context = control or Control(), join_context(ranks, plan.model.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
+    collator = Collator(
+        schedule,
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
+        pad_token_id=plan.model.tokenizer.eos_token_id,
+        rank=ranks.rank,
+        context_size=context.size,
+        sharing_ranks=sharing_ranks(model),
+        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
+        image_processor=plan.data.image_processor,
+        model_arguments=inspect.signature(type(model).forward).parameters,
+    )
     forward = ForwardPass(
         model,
         ranks,
-        schedule,
+        collator,
         plan.model.precision,
-        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
-        pad_token_id=plan.model.tokenizer.eos_token_id,
         attention=None if schedule.padding else plan.model.documents,
-        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
         reference=ReferencePass(model) if config.has_reference_beside else None,
         temperature=config.temperature,
         context=context,
         heartbeat=control.heartbeat,
-        image_processor=plan.data.image_processor,
         towers=[*plan.model.meta.parts.towers.values()],
     )
     forward.probe()
@@ -181,8 +190,8 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
     )
-    kind = PolicyObjective if OBJECTIVES[config.objective].token_loss else StepObjective
-    objective = kind(config.objective, config.pick(LossSettings, **config.objective_settings))
+    settings = config.pick(LossSettings, **config.objective_settings)
+    objective = make_objective(config.objective, settings, context)
     return Trainer(forward, optimizer, objective, options, control)
 
 

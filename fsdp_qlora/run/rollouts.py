@@ -13,9 +13,9 @@ from fsdp_qlora.export.save_results import save_adapter
 from fsdp_qlora.model.adapters.first_values import LiveValues
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.parallelize import kept_gathered
+from fsdp_qlora.training.forward import token_logprobs
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.generation.questions import PromptFormat
-from fsdp_qlora.training.policy import token_logprobs
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.training.rl.embedded import EmbeddedEngine

@@ -1,64 +1,56 @@
-"""A forward pass of the sharded model: from the rows of a round to the losses of this rank's tokens."""
+"""A forward pass of the sharded model: losses of this rank's tokens, and log-probabilities."""
 
 import contextlib
 import dataclasses
-import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fsdp_qlora.data.batches.micro_batch import MicroBatch, concatenate_rows, describe_documents, pad_rows
+from fsdp_qlora.config.objectives import LogProbs
+from fsdp_qlora.data.batches.collator import Collator
+from fsdp_qlora.data.batches.micro_batch import MicroBatch, describe_documents
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.batches.schedule import Round, Schedule
-from fsdp_qlora.data.batches.streaming import read_ahead
-from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.sharding.parallelize import gathered
+from fsdp_qlora.sharding.parallelize import gathered, reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
-from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
+from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
-from fsdp_qlora.utils.errors import UserError
-
-_AHEAD = 2  # micro-batches
 
 
 @dataclass(eq=False)
 class ForwardPass:
-    """Lays out micro-batches and computes their losses.
+    """Computes the losses of micro-batches.
 
-    attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
-    both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the same
-    pass. temperature: that logits are divided by. image_processor: for rows with images; towers: the parts that
-    compute these. context: the ranks that share this one's micro-batches.
+    collator: makes them. attention: the implementation for documents, as of the model's plan; None if rows are padded.
+    reference: computes what the policy is compared with in the same pass. temperature: that logits are divided by.
+    context: the ranks that share this one's micro-batches. towers: the parts that compute images.
     """
 
     model: PreTrainedModel
     ranks: Ranks
-    schedule: Schedule
+    collator: Collator
     precision: Precision
-    pad_token_id: int
     attention: str | None = None
-    shares_prompts: bool = False
     reference: ReferencePass | None = None
     temperature: float = 1.0
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    image_processor: ImageProcessor | None = None
     towers: Sequence[nn.Module] = ()
 
     def __post_init__(self) -> None:
-        self.sharing_ranks = sharing_ranks(self.model)
         self.loss_of_tokens: HeadLoss = partial(loss_of_logits, self.model, temperature=self.temperature)
 
     def probe(self) -> None:
@@ -68,60 +60,13 @@ class ForwardPass:
             UserError: a reference cannot pass through the model beside the policy.
         """
         input_ids = probes.few_tokens(self.model)
-        documents = {} if self.schedule.padding else describe_documents([input_ids.shape[1]])
+        documents = {} if self.collator.schedule.padding else describe_documents([input_ids.shape[1]])
         with self.attending(), self.autocast(), same_tokens(self.model, input_ids):
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
                 probes.check_reference(self.model, self.reference, inputs)
             found = probes.probe_head_loss(self.model, inputs, self.temperature)
             self.loss_of_tokens = found or self.loss_of_tokens
-
-    def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
-        """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
-        size, ranks = self.context.size, {self.ranks.rank, *self.sharing_ranks}
-        whole = {each: self._lay_out(rows[each], table) for each in {rank // size for rank in ranks}}
-        batches = {rank: whole[rank // size].part(self.context, rank % size) for rank in ranks}
-        own, sharing = batches[self.ranks.rank], [batches[rank] for rank in self.sharing_ranks]
-        if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
-            own = self._with_images(own, rows, table)
-        return own.beside(sharing) if sharing else own
-
-    def micro_batches(self, rounds: Sequence[Round], table: TokenizedRows) -> Iterable[MicroBatch]:
-        """This rank's part of each round; with images made in a thread, a few ahead of their use."""
-        made = (self.micro_batch(rows, table) for rows in rounds)
-        return read_ahead(made, num=_AHEAD) if len(table.images) else [*made]
-
-    def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
-        assert self.image_processor is not None
-        if not self.schedule.padding:
-            raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
-        names = [[*map(bytes, table.images_of(row))] for row in rows[self.data_rank]]
-        taken = inspect.signature(type(self.model).forward).parameters
-        images = self.image_processor.model_inputs([*filter(None, names)], own.input_ids, taken) if any(names) else {}
-        return dataclasses.replace(own, images=images, calls_towers=True)
-
-    def _lay_out(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
-        if self.schedule.padding:
-            return pad_rows(table, rows, pad_token_id=self.pad_token_id)
-        return concatenate_rows(
-            table,
-            rows,
-            pad_token_id=self.pad_token_id,
-            shares_prompts=self.shares_prompts,
-            num_parts=self.context.size,
-        )
-
-    @property
-    def data_rank(self) -> int:
-        """The place of this rank's micro-batch in a round."""
-        return self.ranks.rank // self.context.size
-
-    def eval_rounds(self, rows: np.ndarray, table: TokenizedRows) -> list[Round]:
-        """The rounds of an evaluation of some rows."""
-        size = self.schedule.batch_size * self.schedule.data_size
-        # Padded rows keep the order in which their losses were always added.
-        parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
-        return [each for part in parts for each in self.schedule.rounds(part, table.lengths)]
 
     def token_losses(
         self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
@@ -144,9 +89,64 @@ class ForwardPass:
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """Attention that does not cross rows, in forward and in backward passes, which may recompute."""
-        return attending(self.model, self.attention)
+        return attending(self.model, self.attention, self.context)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(
             self.ranks.device.type, dtype=self.precision.compute_dtype, enabled=self.precision.autocast
         )
+
+
+def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> LogProbs:
+    """Log-probabilities of a micro-batch's documents, on the device, from its tokens' losses, [1, N] or [2, N].
+
+    context: the ranks that share the micro-batch, each with the losses of its own tokens.
+    """
+    documents = losses.split([*batch.num_targets, losses.shape[1] - sum(batch.num_targets)], dim=1)[:-1]
+    sums = [-part.sum(dim=1) for part in documents]
+    policy, *beside = context.summed(torch.stack(sums, dim=1)) if sums else losses[:, :0]
+    known = batch.reference if len(batch.reference) else torch.zeros_like(policy)
+    return LogProbs(policy, beside[0].detach() if beside else known, batch.target_counts)
+
+
+@torch.no_grad()
+def document_logprobs(forward: ForwardPass, batches: Iterable[MicroBatch]) -> Iterator[LogProbs]:
+    """Log-probabilities of the documents of each micro-batch. Called on every rank."""
+    forward.model.eval()
+    with forward.attending():
+        for batch in batches:
+            forward.heartbeat.beat(forward.heartbeat.step, "compute")
+            yield sum_documents(*forward.token_losses(batch, reduction="none"), forward.context)
+
+
+def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
+    """Log-probability of each document under the current weights, float32 [documents]. Called on every rank."""
+    found = torch.zeros(len(table.document_targets), device=forward.ranks.device)
+    rows_of = table.as_documents if len(table.desired) else table  # both documents of a row with a label
+    batches = forward.collator.lay_out_evaluation(rows_of, np.arange(len(rows_of)))
+    shown = tqdm(batches, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
+    for rows, answers in zip(batches.rounds, document_logprobs(forward, shown), strict=True):
+        documents = rows_of.documents(rows[forward.collator.data_rank])
+        found[torch.from_numpy(documents).to(found.device)] = answers.policy
+    reshard_all(forward.model)
+    dist.all_reduce(found)  # a document has its value on the ranks that share it, and is 0 on the others
+    return (found / forward.context.size).cpu().numpy()
+
+
+@torch.no_grad()
+def token_logprobs(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
+    """Log-probability of each learned token under the current weights, float32 [tokens], 0 of others.
+
+    Called on every rank, with the same rows.
+    """
+    found = torch.zeros(len(table.input_ids), device=forward.ranks.device)
+    table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
+    forward.model.eval()
+    with forward.attending():
+        for batch in forward.collator.lay_out_evaluation(table, np.arange(len(table))):
+            forward.heartbeat.beat(forward.heartbeat.step, "compute")
+            losses, on_device = forward.token_losses(batch, reduction="none", alone=True)
+            found[on_device.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0
+    reshard_all(forward.model)
+    dist.all_reduce(found)  # a token is a target on one rank
+    return found.cpu().numpy()

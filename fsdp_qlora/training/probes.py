@@ -208,8 +208,9 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     own, each = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
     with torch.no_grad(), attending(model, probed.documents):
         whole = probed.logits(row, **documents)[0, own].double()
+    with torch.no_grad(), attending(model, probed.documents, context):
         tokens = [row[0, context.own(row.shape[1], rank)] for rank in each]
-        of_part = documents_of_part(documents, context, context.rank)
+        of_part = documents_of_part(documents, context.rank, context.size)
         part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
     most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
     if most > probed.tolerance:

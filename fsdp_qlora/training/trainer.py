@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdp_qlora.data.batches.collator import Batches
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.batches.schedule import Round, RowsInMemory, StepRows
+from fsdp_qlora.data.batches.schedule import RowsInMemory, StepRows
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.distributed.supervision.stops import NUM_FLAGS, Control
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.forward import ForwardPass
-from fsdp_qlora.training.objective import StepObjective, Totals
+from fsdp_qlora.training.objective import TokenMean, Totals
 from fsdp_qlora.utils.errors import NotFinite
 
 log = logging.getLogger("fsdp_qlora")
@@ -56,14 +57,14 @@ class Trainer:
         self,
         forward: ForwardPass,
         optimizer: ShardedOptimizer,
-        objective: StepObjective,
+        objective: TokenMean,
         options: TrainerOptions,
         control: Control,
     ) -> None:
         self.forward, self.optimizer, self.objective = forward, optimizer, objective
         self.options, self.control = options, control
-        self.model, self.ranks, self.schedule = forward.model, forward.ranks, forward.schedule
-        self.heartbeat = control.heartbeat
+        self.model, self.ranks, self.collator = forward.model, forward.ranks, forward.collator
+        self.schedule, self.heartbeat = self.collator.schedule, control.heartbeat
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=forward.precision.scales_loss)
         self.watch_memory: Callable[[float], int] | None = None  # (GiB reserved) -> blocks that recompute
@@ -80,14 +81,13 @@ class Trainer:
         """
         started, step = time.perf_counter(), data.step
         self.heartbeat.beat(step, "rows")
-        rounds, scale = self.schedule.rounds(data.rows, data.table.lengths), self.loss_scale.scale
-        totals = self._totals(data.table, data.rows, rounds)
-        micro_batches = self.forward.micro_batches(rounds, data.table)
-        measured = []
+        batches = self.collator.lay_out_step(data.table, data.rows)
+        totals = self.objective.totals(batches, self.forward)
+        measured, scale = list[torch.Tensor](), self.loss_scale.scale
         self.model.train()
         with self.forward.attending():
-            for index, micro_batch in enumerate(micro_batches):
-                self._prepare(step, index, is_last=index == len(rounds) - 1)
+            for index, micro_batch in enumerate(batches):
+                self._prepare(step, index, is_last=index == len(batches) - 1)
                 numbers = self._loss(micro_batch, totals)
                 # FSDP2 averages gradients over ranks; the factor turns that into a sum.
                 (numbers[0] * (scale * self.ranks.world_size / totals.divisor)).backward()
@@ -95,7 +95,7 @@ class Trainer:
         self.optimizer.take_gradients()
         sums, grad_norm, memory = self._exchange(step, measured)
         self.heartbeat.beat(step, "update")
-        lr, is_finite = self.options.lr_at(step), self._is_finite(data, rounds, measured, sums[0], grad_norm)
+        lr, is_finite = self.options.lr_at(step), self._is_finite(step, batches, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
             self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
@@ -103,21 +103,19 @@ class Trainer:
         self.optimizer.zero_grad()
         if is_finite:
             self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
+        sizes, seconds = batches.sizes(), time.perf_counter() - started
         return {
             **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
             **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
-            "num_target_tokens": data.num_targets,
+            "num_target_tokens": batches.num_targets,
             **data.metrics,
             **self.objective.means(sums, totals),
-            **self._size_and_speed(data, rounds, time.perf_counter() - started),
+            **{**sizes, "tokens_per_second": sizes["num_tokens"] / seconds, "step_seconds": seconds},
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
             **({"recompute": self.watch_memory(memory[:, -1].max().item())} if self.watch_memory else {}),
         }
-
-    def _totals(self, table: TokenizedRows, rows: np.ndarray, rounds: list[Round]) -> Totals:
-        return self.objective.with_divergence(self.objective.totals(table, rows), self.forward, rounds, table)
 
     def _loss(self, micro_batch: MicroBatch, totals: Totals) -> torch.Tensor:
         """The micro-batch's part of the loss, followed by the objective's metrics without gradient; float32."""
@@ -129,7 +127,7 @@ class Trainer:
         self.heartbeat.beat(step, "compute")
         self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
         # Randomness depends on the micro-batch alone, so that a run can be resumed.
-        global_index = index * self.schedule.data_size + self.forward.data_rank
+        global_index = index * self.schedule.data_size + self.collator.data_rank
         part = (self.forward.context.rank,) if self.forward.context.rank else ()  # of the micro-batch
         torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
@@ -138,20 +136,6 @@ class Trainer:
         factor = (limit / grad_norm if grad_norm > limit > 0 else 1.0) / self.loss_scale.scale
         if factor != 1.0:
             self.optimizer.scale_gradients(factor)
-
-    def _size_and_speed(self, data: StepRows, rounds: list[Round], seconds: float) -> dict[str, Any]:
-        """Entries of a step's record that follow from its rows and time."""
-        lengths = data.table.lengths
-        num_tokens = int(lengths[data.rows].sum())
-        computed = data.table.num_computed(shares_prompts=self.forward.shares_prompts)
-        of_computed, of_lock_step = self.schedule.useful_shares(rounds, lengths, computed)
-        return {
-            "num_tokens": num_tokens,
-            "useful_of_computed": round(of_computed, 4),
-            "useful_of_lock_step": round(of_lock_step, 4),
-            "tokens_per_second": num_tokens / seconds,
-            "step_seconds": seconds,
-        }
 
     def _exchange(self, step: int, measured: list[torch.Tensor]) -> tuple[list[float], float, torch.Tensor]:
         """The step's only communication besides FSDP2's: the sums of what was measured, the gradient norm, and memory.
@@ -182,7 +166,7 @@ class Trainer:
 
     def longest(self, data: RowsInMemory) -> tuple[np.ndarray, int]:
         """The run's longest micro-batch, and the most rounds of a step. Goes through the whole run."""
-        computed = data.table.num_learned_from(shares_prompts=self.forward.shares_prompts)
+        computed = data.table.num_learned_from(shares_prompts=self.collator.shares_prompts)
         return self.schedule.longest_micro_batch(data.rows, data.table.lengths, computed)
 
     def try_micro_batch(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> int:
@@ -190,12 +174,11 @@ class Trainer:
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
-        held = 0
-        for is_last in (False, True) if num_rounds > 1 else (True,):
-            self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
+        batches, held = self.collator.repeated(table, micro_batch, min(2, num_rounds)), 0
+        for index, batch in enumerate(batches):
+            self._set_gradient_sync(index == len(batches) - 1 or self.options.sync_every_micro_batch)
             with self.forward.attending():
-                batch = self.forward.micro_batch([micro_batch] * self.schedule.data_size, table)
-                loss = self._loss(batch, self.objective.totals(table, micro_batch))[0]
+                loss = self._loss(batch, self.objective.totals(batches))[0]
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
         del state
@@ -210,13 +193,12 @@ class Trainer:
         Called on every rank.
         """
         self.model.eval()
-        measured: list[torch.Tensor] = []
-        rounds = self.forward.eval_rounds(rows, table)
-        totals = self._totals(table, rows, rounds)
+        batches, measured = self.collator.lay_out_evaluation(table, rows), list[torch.Tensor]()
+        totals = self.objective.totals(batches, self.forward)
         with self.forward.attending():
-            for each in rounds:
+            for micro_batch in batches:
                 self.heartbeat.beat(step, "evaluate")
-                measured.append(self._loss(self.forward.micro_batch(each, table), totals).double())
+                measured.append(self._loss(micro_batch, totals).double())
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
@@ -229,7 +211,7 @@ class Trainer:
             "eval_loss": mean_loss,
             **self.objective.describe_loss(mean_loss),
             **self.objective.means(sums, totals),
-            "num_target_tokens": int(table.num_targets[rows].sum()),
+            "num_target_tokens": batches.num_targets,
         }
 
     def _set_gradient_sync(self, enabled: bool) -> None:
@@ -238,7 +220,7 @@ class Trainer:
             self.gradient_sync = enabled
 
     def _is_finite(
-        self, data: StepRows, rounds: list[Round], measured: list[torch.Tensor], loss_sum: float, grad_norm: float
+        self, step: int, batches: Batches, measured: list[torch.Tensor], loss_sum: float, grad_norm: float
     ) -> bool:
         """Whether the step's numbers are finite; a gradient's overflow that a smaller loss scale avoids is no fault.
 
@@ -251,17 +233,13 @@ class Trainer:
             return True
         if math.isfinite(loss_sum) and self.loss_scale.can_fall:
             scale = self.loss_scale.scale
-            log.info(
-                "Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", data.step + 1, scale
-            )
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
             return True
         losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
-        places = {(index, rank // self.forward.context.size) for rank, index in (~losses.isfinite()).nonzero().tolist()}
-        bad = [rounds[index][data_rank] for index, data_rank in sorted(places)]
-        samples = data.table.describe_numbers(np.concatenate(bad) if bad else data.rows)
+        bad = [(index, rank) for rank, index in (~losses.isfinite()).nonzero().tolist()]
         message = (
-            f"Step {data.step + 1}: the {'loss' if bad else 'gradient'} is not finite (gradient norm {grad_norm}), "
-            f"with samples {samples} of the dataset. No weight was updated in this step."
+            f"Step {step + 1}: the {'loss' if bad else 'gradient'} is not finite (gradient norm {grad_norm}), "
+            f"with samples {batches.describe_samples(bad)} of the dataset. No weight was updated in this step."
         )
         if self.options.on_nonfinite == "halt":
             raise NotFinite(

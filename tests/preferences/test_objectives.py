@@ -11,7 +11,7 @@ import torch
 
 from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings
 from fsdp_qlora.data.batches.micro_batch import MicroBatch
-from fsdp_qlora.training.objective import StepObjective, Totals
+from fsdp_qlora.training.objective import Totals, make_objective
 from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, options_of_a_run, sketch
 from tests.rounding import rounding
 from tests.tiny import SIZES, train_ok
@@ -66,7 +66,7 @@ def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], e
 @pytest.mark.quick
 @pytest.mark.parametrize("desired", [0.0, 1.0])
 def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> None:
-    objective = StepObjective("kto", LossSettings(desirable_weight=2.0))
+    objective = make_objective("kto", LossSettings(desirable_weight=2.0))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
     none = torch.zeros(1, 0, dtype=torch.int64)

@@ -13,7 +13,6 @@ import torch
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch, concatenate_rows
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.distributed.context import ContextGroup
 from tests.preferences.pairs import make_labeled, make_pairs
 from tests.rounding import SGD
 from tests.tiny import all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows
@@ -87,8 +86,7 @@ def test_parts_of_a_micro_batch_have_its_targets_and_positions_once(num_parts: i
     table = TokenizedRows(ids, np.ones(len(ids), np.bool_), offsets, np.arange(2), np.array([7, 4]))
     for shares in (False, True):
         whole = concatenate_rows(table, [0, 1], pad_token_id=99, shares_prompts=shares, num_parts=num_parts)
-        context = ContextGroup(num_parts)
-        parts = [whole.part(context, rank) for rank in range(num_parts)]
+        parts = [whole.part(number, num_parts) for number in range(num_parts)]
         tokens = sum(lengths) - shares * sum(shared)
         assert torch.cat([part.input_ids for part in parts], dim=1)[0, :tokens].tolist() == [
             token for i, token in enumerate(ids.tolist()) if not (shares and 7 <= i < 10)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
-from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
@@ -50,8 +49,6 @@ class MicroBatch:
     """Arguments of the model for images, from its processor; empty without any."""
     calls_towers: bool = False
     """Whether a micro-batch of the round has images: then all ranks gather the parts for them."""
-    context: ContextGroup = field(default_factory=ContextGroup)
-    """The ranks that share the micro-batch, of whose tokens this is a part."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
@@ -66,26 +63,28 @@ class MicroBatch:
         own = {name: moved.pop(name) for name in names}
         return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
 
-    def part(self, context: ContextGroup, rank: int) -> "MicroBatch":
-        """The tokens of one rank of those that share this micro-batch, and their targets; documents stay whole."""
-        if context.size == 1:
+    def part(self, number: int, num_parts: int) -> "MicroBatch":
+        """One of equally many tokens for each rank that shares this micro-batch, with their targets.
+
+        Documents stay whole: their ranks exchange what attention needs of them.
+        """
+        if num_parts == 1:
             return self
-        own = context.own(self.input_ids.shape[1], rank)
-        is_own = (self.target_rows >= own.start) & (self.target_rows < own.stop)
-        rows, targets = self.target_rows[is_own] - own.start, self.targets[is_own]
+        length = self.input_ids.shape[1] // num_parts
+        is_own = self.target_rows // length == number
+        rows, targets = self.target_rows[is_own] - number * length, self.targets[is_own]
         answers = {name: values[is_own] for name, values in self.answers.items()}
         if not len(rows):
             rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
             answers = {name: values.new_zeros(1) for name, values in answers.items()}
         return dataclasses.replace(
             self,
-            input_ids=self.input_ids[:, own],
+            input_ids=self.input_ids.chunk(num_parts, dim=1)[number],
             target_rows=rows,
             targets=targets,
             num_targets=[int(each.sum()) for each in is_own[: sum(self.num_targets)].split(self.num_targets)],
             answers=answers,
-            documents=documents_of_part(self.documents, context, rank),
-            context=context,
+            documents=documents_of_part(self.documents, number, num_parts),
         )
 
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
@@ -239,8 +238,6 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
     return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **known}
 
 
-def documents_of_part(documents: Mapping[str, Any], context: ContextGroup, rank: int) -> dict[str, Any]:
-    """The arguments of `describe_documents` for a rank of a context group, whose attention exchanges heads."""
-    positions: torch.Tensor = documents["position_ids"]
-    own = context.own(positions.shape[1], rank)
-    return {**documents, "position_ids": positions[:, own], "context_group": context}
+def documents_of_part(documents: Mapping[str, Any], number: int, num_parts: int) -> dict[str, Any]:
+    """The arguments of `describe_documents` for one of the ranks that share a row; documents stay whole."""
+    return {**documents, "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[number]}

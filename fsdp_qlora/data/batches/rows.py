@@ -58,7 +58,7 @@ class TokenizedRows:
     def __getitem__(self, row: int) -> "TokenizedRows":
         """One row, which shares its memory with all."""
         each = 2 if len(self.splits) else 1
-        bounds = {
+        bounds: dict[str, Sequence[int] | np.ndarray] = {
             "token": self.offsets[row : row + 2],
             "row": (row, row + 1),
             "document": (each * row, each * (row + 1)),

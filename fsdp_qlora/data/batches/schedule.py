@@ -185,10 +185,6 @@ class StepRows:
     position: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def num_targets(self) -> int:
-        return int(self.table.num_targets[self.rows].sum())
-
 
 class RowSource(Protocol):
     """Gives the same rows on every rank, and in every run with the same options."""

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.precision import autocast_kind
 
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
@@ -102,9 +103,14 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
         takes_heads = head_size(config) % 8 == 0
         name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
-    for each, kernel in _KERNELS.items():
-        AttentionInterface.register(each, partial(_attention, kernel))
+    _register()
     return name
+
+
+def _register(context: ContextGroup | None = None) -> None:
+    """Register the functions for documents with transformers, for the ranks that share a row."""
+    for name, kernel in _KERNELS.items():
+        AttentionInterface.register(name, partial(_attention, kernel, context))
 
 
 def can_share(implementation: str | None) -> bool:
@@ -135,12 +141,19 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
+def attending(
+    model: PreTrainedModel, implementation: str | None, context: ContextGroup | None = None
+) -> Iterator[None]:
     """In this block the model computes attention by another implementation; None changes nothing.
 
     Outside of it a caller's padded rows and caches of keys and values have the model's own, which takes masks.
+
+    Args:
+        context: the ranks that share each row. It goes with the registered functions and not in a variable of this
+            thread: a block that is computed again calls them from autograd's threads.
     """
     own = model.config._attn_implementation
+    _register(context)
     model.config._attn_implementation = implementation or own
     try:
         yield
@@ -190,6 +203,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor
 
 def _attention(
     kernel: Kernel,
+    context: ContextGroup | None,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -201,7 +215,8 @@ def _attention(
     if "document_lengths" not in told:
         raise NotImplementedError("the model does not pass on where documents begin")
     longest, window = max(told["document_lengths"]), told.get("sliding_window")
-    places, context, sinks = told.get("places"), told.get("context_group"), told.get("s_aux")
+    places, sinks = told.get("places"), told.get("s_aux")
+    context = context if context and context.size > 1 else None
     if context:
         query, key, value = context.to_heads(query, key, value)
         sinks = None if sinks is None else sinks[context.own(len(sinks))]
