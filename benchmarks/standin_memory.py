@@ -30,7 +30,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "standin_memory.json"
 GIB = 2**30
 CARD_GIB = 24
-_WITHOUT_LIMIT_GIB = 400  # so that a case that does not fit a card is measured as well
+# So that a case that does not fit a card is measured as well.
+SETTINGS: dict[str, object] = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "PHANTOM_GIB": 400,
+    "OMP_NUM_THREADS": 1,
+}
 
 
 def _shape(
@@ -161,10 +166,8 @@ def on_stand_in(*argv: str) -> dict[str, Any]:
     if reason := environment.why_not():
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, object] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        settings |= {"PHANTOM_GIB": _WITHOUT_LIMIT_GIB, "OMP_NUM_THREADS": 1}
         command = [str(environment.PYTHON), __file__, *argv]
-        variables = environment.variables(Path(folder), settings)
+        variables = environment.variables(Path(folder), SETTINGS)
         done = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {name: result for line in lines for name, result in line.items()}

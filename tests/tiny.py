@@ -92,11 +92,12 @@ def read_metrics(output_dir: Path, key: str = "loss") -> list[float]:
     return [record[key] for record in records if key in record]
 
 
-def all_slow_but(quick: str, cases: Iterable[str]) -> list[Any]:
-    """The cases of a test, all but one for --slow alone."""
+def all_slow_but(quick: str, cases: Iterable[str], nightly: Iterable[str] = ()) -> list[Any]:
+    """The cases of a test, all but one for --slow alone, and some for --nightly alone."""
     import pytest  # not in every rank
 
-    return [pytest.param(case, marks=[] if case == quick else pytest.mark.slow) for case in cases]
+    tiers = {quick: []} | {case: pytest.mark.nightly for case in nightly}
+    return [pytest.param(case, marks=tiers.get(case, pytest.mark.slow)) for case in cases]
 
 
 def flags(**options: object) -> list[str]:

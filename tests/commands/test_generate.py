@@ -46,6 +46,14 @@ def _generate(argv: list[str], stdin: str) -> int:
     return status
 
 
+def _train_with_short_samples(argv: list[str]) -> int:
+    import train
+    from fsdp_qlora.run import run
+
+    run.SAMPLE_TOKENS = LENGTH  # type: ignore[attr-defined]  # 128 take half a minute
+    return train.main(argv)
+
+
 def generate(ranks: int, folder: Path, stdin: str = "", **options: object) -> str:
     """The output of the command on this many ranks."""
     argv = flags(**{"quant_cache": "off", "max_new_tokens": LENGTH, **options})
@@ -193,7 +201,9 @@ def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_p
     prompts.write_text("sort the list\nname a river\nblue water\n")
     common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2, "batch_size": 1}
     common |= {"precision": "fp32", "lr": 3e-3, "lora_dropout": 0.1, "max_steps": 4}
-    train_ok(2, tmp_path / "with", sample_prompts=prompts, **common)
+    argv = flags(output_dir=tmp_path / "with", sample_prompts=prompts, quant_cache="off", context_length=512, **common)
+    statuses, output = on_ranks(2, _train_with_short_samples, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0], output[-6000:]
     train_ok(2, tmp_path / "without", **common)
     saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("with", "without")]
     assert saved[0] == saved[1]
@@ -201,6 +211,6 @@ def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_p
     asked = prompts.read_text().splitlines()
     assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (0, 2, 4) for text in asked]
     files = {"adapter": tmp_path / "with", "prompts": prompts, "out": tmp_path / "out.jsonl"}
-    generate(1, tmp_path / "one", max_new_tokens=128, **files)
+    generate(1, tmp_path / "one", **files)
     answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["text"] for row in samples[-3:]] == answers and len({row["text"] for row in samples}) > 3

