@@ -44,11 +44,8 @@ def step_of(folder: Path) -> int | None:
 
 def published(root: Path) -> dict[int, Path]:
     """Step -> folder of every published checkpoint, oldest first."""
-    found = {}
-    for path in root.glob("step_*"):
-        if (step := step_of(path)) is not None and path.is_dir():
-            found[step] = path
-    return dict(sorted(found.items()))
+    steps = ((step_of(path), path) for path in root.glob("step_*") if path.is_dir())
+    return dict(sorted((step, path) for step, path in steps if step is not None))
 
 
 def quarantined(root: Path) -> list[Path]:
@@ -73,7 +70,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete checkpoints that a killed run has left incomplete. For the holder of the run folder's lock."""
+    """Delete incomplete checkpoints of a killed run. The caller holds the run folder's lock."""
     for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -82,7 +79,7 @@ def remove_leftovers(root: Path) -> None:
 
 
 def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
-    """The folder of a checkpoint before it is published. action: writing, or fetching from a mirror."""
+    """The folder of a checkpoint until it is published. action: writing, or fetching (from a mirror)."""
     return root / f".step_{step:06d}.{action}"
 
 
@@ -90,7 +87,7 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
     """Make a written checkpoint visible, complete and durable.
 
     Raises:
-        FileExistsError: the step is published already; it is never replaced.
+        FileExistsError: the step is published already. A published step is never replaced.
         OSError: a file is missing, or the disk is full.
     """
     if target.exists():
@@ -116,7 +113,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: names the file that has changed.
         UserError: a later version of this program saved it.
-        OSError: a file cannot be read now, which says nothing about its content.
+        OSError: a file cannot be read at present, such as on a network disk that is away; it may be undamaged.
     """
     check_files(folder, _read_manifest(folder))
     state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
@@ -126,7 +123,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise DamagedCheckpoint(f"{path.name} is not {'a file' if path.exists() else 'there'}")
+        raise DamagedCheckpoint(f"{path.name} {'is not a file' if path.exists() else 'is missing'}")
     try:
         manifest = json.loads(path.read_bytes())
         if manifest.pop("sha256") != _manifest_hash(manifest):
@@ -141,25 +138,24 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
             "with the version that saved it, or start from zero with --resume off --overwrite_output_dir true."
         )
     if STATE not in files:
-        raise DamagedCheckpoint(f"{STATE} is not in it")
+        raise DamagedCheckpoint(f"{path.name} does not list {STATE}")
     return files
 
 
 def records_of(paths: Sequence[Path]) -> list[FileRecord]:
-    """The sizes and hashes of files, each by a thread: hashing lets other threads run."""
+    """The sizes and hashes of files. Threads hash them in parallel, since hashlib releases the GIL."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(record_of, paths))
 
 
 def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
-    """Raise DamagedCheckpoint if a file of a folder is missing or its size or content differs."""
+    """Raise DamagedCheckpoint if a file of a folder is missing, or its size or content differs."""
     for name, record in expected.items():
         path = folder / name
         if not path.is_file():
-            raise DamagedCheckpoint(f"{name} is not {'a file' if path.exists() else 'there'}")
+            raise DamagedCheckpoint(f"{name} {'is not a file' if path.exists() else 'is missing'}")
         if (size := path.stat().st_size) != record.size:
             raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
-    found = records_of([folder / name for name in expected])
-    for name, record in zip(expected, found, strict=True):
+    for name, record in zip(expected, records_of([folder / name for name in expected]), strict=True):
         if record != expected[name]:
             raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")

@@ -1,8 +1,8 @@
 """Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
 
 A mirror is a folder, a URL that fsspec opens, a remote of rclone, or a private repository on the Hugging Face hub. It
-holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A checkpoint
-there is complete once its manifest is there, which is copied last (on the hub, in one commit with the rest).
+holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A copied
+checkpoint is complete once it has its manifest, which is copied last (on the hub, in one commit with the rest).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", 
 class Mirror:
     """Copies each published checkpoint in a background thread; without a store it does nothing.
 
-    A store that is full or unreachable is reported once, and tried again with the next checkpoint.
+    A full or unreachable store is reported once, and tried again at the next checkpoint.
     """
 
     def __init__(self, output_dir: Path, store: "Store | None") -> None:
@@ -61,7 +61,7 @@ class Mirror:
             self._thread.submit(self._copy, self.store)
 
     def close(self) -> None:
-        """Wait until all is copied."""
+        """Wait until all checkpoints are copied."""
         self._thread.shutdown()
 
     def _copy(self, store: "Store") -> None:
@@ -78,7 +78,7 @@ class Mirror:
 
 
 class Store:
-    """A mirror in a folder of any file system that fsspec opens: of this machine, s3://, gcs://, az://, sftp://.
+    """A mirror in a folder of a file system that fsspec opens: this machine's, s3://, gcs://, az://, sftp://.
 
     Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if the store is
     unreachable or full.
@@ -87,7 +87,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url, self.name = url, redact(url)
 
-    # --- file operations, which other kinds of store override ---
+    # --- file operations, which subclasses override ---
 
     def files(self, folder: str) -> list[str]:
         """The paths of all files below a folder, relative to it; empty if there is no such folder."""
@@ -101,7 +101,7 @@ class Store:
         return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
 
     def read(self, file: str) -> str:
-        """The text of a small file, empty if there is none."""
+        """The text of a small file; empty if it does not exist."""
         with _as_os_error():
             try:
                 content: bytes = self._system.cat_file(file)
@@ -110,7 +110,7 @@ class Store:
         return content.decode()
 
     def put(self, source: Path, folder: str) -> None:
-        """Copy the files of `source` into a folder of the store, a manifest last."""
+        """Copy the files of `source` into a folder of the store. The manifest comes last."""
         with _as_os_error():
             self._system.makedirs(folder, exist_ok=True)
             for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
@@ -123,7 +123,7 @@ class Store:
                     self._system.mv(written, target)
 
     def get(self, folder: str, target: Path) -> None:
-        """Copy a folder to one of this machine, which may have a part of it already."""
+        """Copy a folder to a local one. Files that the local folder has already are kept."""
         target.mkdir(parents=True, exist_ok=True)
         for name in self.files(folder):
             if not (target / name).exists():
@@ -134,11 +134,11 @@ class Store:
         """Delete an existing folder with its content."""
         with _as_os_error():
             with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(f"{folder}/{MANIFEST}")  # first: what a kill then leaves is no checkpoint
+                self._system.rm_file(f"{folder}/{MANIFEST}")  # first: without it a kill leaves no valid checkpoint
             self._system.rm(folder, recursive=True)
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
-        """Put folders (path -> source) in order, then delete the outdated ones; in one commit if the store has them."""
+        """Put folders (path -> source) in order, then delete outdated ones, in one commit if the store has commits."""
         for folder, source in folders.items():
             try:
                 self.put(source, folder)
@@ -150,18 +150,18 @@ class Store:
 
     @functools.cached_property
     def _system(self) -> DirFileSystem:
-        """The file system of the store's folder. To open it may be to connect, so it waits for the first use."""
+        """The file system of the store's folder, opened at the first use: opening may connect to a server."""
         system, root = fsspec.core.url_to_fs(self.url)
         return DirFileSystem(root.rstrip("/") or root, system)
 
-    # --- the same for every kind ---
+    # --- the same for every store ---
 
     def run(self) -> dict[str, Any]:
         """The content of the store's run.json; empty if there is none."""
         try:
             identity: dict[str, Any] = json.loads(self.read(RUN) or "{}")
         except (ValueError, RecursionError) as error:
-            raise OSError(f"{RUN} there cannot be read ({error})") from error
+            raise OSError(f"its {RUN} cannot be read ({error})") from error
         return identity
 
     def steps(self) -> list[int]:
@@ -169,32 +169,32 @@ class Store:
         return [step for step, is_complete in self._checkpoints().items() if is_complete]
 
     def update(self, output_dir: Path) -> None:
-        """Update the checkpoints to those of a run's folder: copy new ones, delete deleted ones.
+        """Copy a run folder's new checkpoints to the store, and delete those that the run has deleted.
 
         Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
         """
-        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self._checkpoints()
-        outdated = [_path(step) for step in there if step not in wanted and step < max(wanted, default=-1)]
+        local, copied = checkpoint.published(output_dir / CHECKPOINTS), self._checkpoints()
+        outdated = [_path(step) for step in copied if step not in local and step < max(local, default=-1)]
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
             # run.json first: checkpoints without it would belong to no run.
             folders = {"": Path(small)}
-            folders |= {_path(step): folder for step, folder in reversed(wanted.items()) if not there.get(step)}
-            self.put_all(folders, outdated, f"Checkpoints up to step {max(wanted, default='none')}")
+            folders |= {_path(step): folder for step, folder in reversed(local.items()) if not copied.get(step)}
+            self.put_all(folders, outdated, f"Checkpoints up to step {max(local, default='none')}")
 
     def delete_later_than(self, last_step: int) -> None:
-        """Delete the checkpoints later than a step: of another run (-1: all), or of an abandoned branch of this one."""
+        """Delete checkpoints later than a step: another run's (-1: all), or an abandoned branch of this run."""
         if outdated := [_path(step) for step in self._checkpoints() if step > last_step]:
             self.put_all({}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run")
 
     def _checkpoints(self) -> dict[int, bool]:
         """Step -> whether the checkpoint is complete, oldest first."""
-        found: dict[int, bool] = {}
+        is_complete: dict[int, bool] = {}
         for path in self.files(CHECKPOINTS):
             folder, _, name = path.partition("/")
             if (step := checkpoint.step_of(Path(folder))) is not None:
-                found[step] = found.get(step, False) or name == MANIFEST
-        return dict(sorted(found.items()))
+                is_complete[step] = is_complete.get(step, False) or name == MANIFEST
+        return dict(sorted(is_complete.items()))
 
 
 class RcloneStore(Store):
@@ -264,7 +264,7 @@ class HubStore(Store):
 
 
 def open_store(target: str) -> Store:
-    """The store that `--mirror` names: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME. Raises UserError."""
+    """Open the store named by `--mirror`: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME. Raises UserError."""
     if error := mirror_error(target):
         raise UserError(error)
     kind, _, rest = target.partition(":")
@@ -284,11 +284,11 @@ def open_store(target: str) -> Store:
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
 
-    A fetch that is killed is completed by the next: what the last one left is used again. The folder is a run's from
-    run.json on, and from then on status.json asks for the checkpoint, which is published last.
+    A killed fetch is completed by the next one, which keeps the files that it finds. status.json names the checkpoint
+    before run.json makes the folder a run's, so a run without its checkpoint is noticed.
 
     Returns:
-        False if there are checkpoints and none passes verification.
+        False if the store has checkpoints later than the step and none passes verification.
     """
     root = output_dir / CHECKPOINTS
     steps = [step for step in reversed(store.steps()) if step > later_than]
@@ -309,7 +309,7 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
 
 
 def _fetch_step(store: Store, step: int, target: Path) -> bool:
-    """Copy a checkpoint; returns whether it passes verification."""
+    """Copy a checkpoint. Returns whether it passes verification."""
     store.get(_path(step), target)
     try:
         checkpoint.verify(target)
@@ -327,15 +327,15 @@ def _path(step: int) -> str:
 
 def _write_small_files(output_dir: Path, target: Path) -> None:
     """Copy run.json, status.json and the run's records."""
-    if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
+    if run := read_json(output_dir / RUN):  # a damaged file must not replace the good copy
         write_json(target / RUN, run)
     for name in _RECORDS:
         if (output_dir / name).is_file():
             shutil.copyfile(output_dir / name, target / name)
         else:
-            (target / name).touch()  # replaces what another run has there
-    # A new machine does not have the results, so the run must not appear finished there.
-    # Nor may it ask there for a checkpoint whose copy has been cut off.
+            (target / name).touch()  # replaces another run's file
+    # A new machine does not have the results, so the mirrored run must not appear finished. Nor may its status name a
+    # checkpoint whose copy has been cut off.
     write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running", "saved_step": -1})
 
 

@@ -1,4 +1,4 @@
-"""A run's progress besides its weights, as stored in a checkpoint's state.json."""
+"""A run's progress apart from its weights, as stored in a checkpoint's state.json."""
 
 import math
 from collections.abc import Mapping
@@ -8,17 +8,18 @@ from typing import Any
 
 from fsdp_qlora.utils.records import plain
 
-_RECENT = 50  # losses
-_MIN_RECENT = 20
+_RECENT, _MIN_RECENT = 50, 20  # losses to compare with, at most and at least
 _SIGMAS = 8.0
 
 
 @dataclass
 class Progress:
-    """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
-    best_eval_loss: the lowest after a step so far, best_eval_step: when. num_evals_without_best: in a row since then.
-    recent_losses: of the last steps, for `spike`.
-    loss_scale: for fp16, from LossScale.state. stream: where streamed rows continue, a data.streaming.StreamPosition.
+    """Counters and losses of a run.
+
+    step: number of completed optimizer steps. last_eval_step: step of the last evaluation, -1 for none.
+    best_eval_loss: lowest evaluation loss after step 0. best_eval_step: its step.
+    num_evals_without_best: number of evaluations since then. recent_losses: losses of the last steps, for `spike`.
+    loss_scale: `LossScale.state` of an fp16 run. stream: a data.streaming.StreamPosition, where streamed rows continue.
     """
 
     step: int = 0
@@ -38,8 +39,8 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        known = {entry.name for entry in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        names = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     def to_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = plain(asdict(self))
@@ -59,9 +60,9 @@ class Progress:
         return usual_loss
 
     def add_evaluation(self, eval_loss: float) -> bool:
-        """Count an evaluation after the current step; returns whether it is the best.
+        """Count an evaluation after the current step. Returns whether it is the best.
 
-        That before the first step is not: what is kept as the best must have been trained.
+        An evaluation before the first step is never the best: the best adapter must have been trained.
         """
         self.last_eval_step, self.eval_loss = self.step, eval_loss
         if self.first_eval_loss is None:
@@ -86,12 +87,12 @@ class Progress:
 def spike(recent: list[float], loss: float) -> float | None:
     """The median of `recent` if `loss` is far above it, else None.
 
-    Far means 8 standard deviations and a tenth of the median. The standard deviation is estimated from the median
-    absolute deviation, which a few outliers do not change (1.4826 MAD for a normal distribution).
+    "Far above" means by 8 standard deviations and by a tenth of the median. The standard deviation is estimated as
+    1.4826 times the median absolute deviation (exact for a normal distribution), which few outliers do not change.
     """
     if len(recent) < _MIN_RECENT:
         return None
-    usual = median(recent)
-    sigma = 1.4826 * median(abs(value - usual) for value in recent)
-    is_far = math.isfinite(loss) and loss > usual + max(_SIGMAS * sigma, 0.1 * usual)
-    return usual if is_far else None
+    center = median(recent)
+    sigma = 1.4826 * median(abs(value - center) for value in recent)
+    is_far = math.isfinite(loss) and loss > center + max(_SIGMAS * sigma, 0.1 * center)
+    return center if is_far else None

@@ -17,16 +17,16 @@ from fsdp_qlora.utils.run_files import CARD, CHECKPOINTS, RESULT
 
 log = logging.getLogger("fsdp_qlora")
 
-_SAID_FROM = 2**32  # bytes: hashing a whole model takes a minute or more
+_SLOW_BYTES = 2**32  # hashing a whole model takes a minute or more
 
 
 def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
-    A reader sees each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
+    Readers see each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
 
     Raises:
-        TrainingError: it could not be written.
+        TrainingError: the files could not be written.
     """
     error = write_with_room(output_dir, lambda: _move_in(output_dir, write))
     if error:
@@ -35,7 +35,7 @@ def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
-    """Call `write`, again after each checkpoint deleted from a full disk; returns the error that remains, if any."""
+    """Call `write`. On a full disk, delete a checkpoint and call it again. Returns the last error, None on success."""
     while True:
         try:
             write()
@@ -44,12 +44,12 @@ def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception 
             freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
             if freed is None:
                 return error
-            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+            log.warning("The disk is full (%s). %s was deleted to make room for the result.", error, freed)
 
 
 def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
     return TrainingError(
-        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: make room there, and "
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: free disk space, and "
         "the same command saves it without training again."
     )
 
@@ -60,7 +60,8 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging.mkdir(parents=True)
     write(staging)
     flush_files(staging)
-    # Configurations after the weights: readers look for them. result.json, which verifies the others, last.
+    # Weights first: programs look for the configuration to decide whether a model is there. result.json has the hashes
+    # of all files, so it comes last: a kill in between leaves a result that does not pass verification.
     for path in sorted(staging.iterdir(), key=lambda path: (path.name == RESULT, path.suffix == ".json", path.name)):
         target = output_dir / path.name
         if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
@@ -74,7 +75,7 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
     """Write result.json into a folder that is about to be published.
 
     Args:
-        staged: files that will be added to the folder under their names.
+        staged: files outside the folder that will be added to it under their names.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     paths |= {path.name: path for path in staged}
@@ -84,25 +85,27 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 
 
 def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
-    """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited.
+    """Compare the result in a folder with result.json. Returns the first difference, None if there is none.
 
-    only: compare these files, as far as a record of them is there; without it there has to be a result.
+    The card (README.md) may be edited.
 
+    Args:
+        only: compare only these files, and only if result.json lists them. Without `only` a result must exist.
     Raises:
-        OSError: a file cannot be read now.
+        OSError: a file cannot be read at present.
     """
     try:
         content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
-        return None if only is not None else f"{RESULT} is not there"
+        return None if only is not None else f"{RESULT} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
-        return f"{RESULT} names no files of the folder"
+        return f"{RESULT} lists no files of the folder"
     files = {name: record for name, record in files.items() if (name != CARD if only is None else name in only)}
-    if (size := sum(record.size for record in files.values())) > _SAID_FROM:
-        log.info("The %.0f GiB of the result in %s are compared with %s.", size / 2**30, output_dir, RESULT)
+    if (size := sum(record.size for record in files.values())) > _SLOW_BYTES:
+        log.info("Comparing the %.0f GiB of the result in %s with %s.", size / 2**30, output_dir, RESULT)
     try:
         check_files(output_dir, files)
     except DamagedCheckpoint as error:

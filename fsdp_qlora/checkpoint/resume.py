@@ -15,7 +15,7 @@ from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import Store, fetch
 from fsdp_qlora.checkpoint.result import publish_files, result_error
 from fsdp_qlora.checkpoint.run_folder import (
-    OR_ANEW,
+    OR_START_OVER,
     RUN_KEYS,
     StartRequest,
     check_usable,
@@ -41,20 +41,21 @@ log = logging.getLogger("fsdp_qlora")
 
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
 _NOT_SEEN = (
-    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Of whole modules, and of 8-bit optimizer "
-    "states, every rank writes its part of a checkpoint: give an --output_dir on a file system that all machines "
-    "share, or train an adapter without --modules_to_save and with another --optimizer."
+    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Every rank writes its part of a checkpoint "
+    "when whole modules are trained, or with an 8-bit optimizer: give an --output_dir on a file system that all "
+    "machines share, or train an adapter without --modules_to_save and with another --optimizer."
 )
-_FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that were not asked to end
+_FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that ended without a request
 
 
 @dataclass(frozen=True)
 class Start:
-    """The place at which a run starts, the same on all ranks.
+    """The point at which a run starts, the same on all ranks.
 
-    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: of the
-    checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: for control.stops.Budget.
-    failed_starts: in a row, without progress. too_few: blocks that recomputed when a start last ran out of memory.
+    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: contents of
+    the checkpoint's state.json. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: see Budget.
+    failed_starts: number of starts in a row that made no progress. too_few: number of blocks that recomputed when a
+    start last ran out of memory.
     """
 
     run_id: str
@@ -77,7 +78,7 @@ class Start:
 
 
 class Run(NamedTuple):
-    """The run that is about to start, and its folder. mirror: its copies, from which an empty folder is filled."""
+    """The run that is about to start, and its folder. mirror: a store with its copies, used if the folder is empty."""
 
     output_dir: Path
     identity: Mapping[str, Any]
@@ -89,7 +90,7 @@ class Run(NamedTuple):
 
 
 class RunFolder:
-    """The folder of one run. Rank 0 alone writes into it."""
+    """The folder of one run. Only rank 0 writes into it."""
 
     def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
         self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
@@ -100,7 +101,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
-        """Refuse a folder that is in use or holds something else, before any work, and keep other runs out of it."""
+        """Lock the folder against other runs. Refuse it if it is in use, or holds something else than this run."""
         if self._is_on_this_machine:
             if (origin := self.request.origin) is not None and not origin.is_dir():
                 raise UserError(
@@ -118,28 +119,29 @@ class RunFolder:
         return self.ranks.rank < self.ranks.local_world_size
 
     def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
-        """Refuse the folder's run if it has other options or facts, naming each with both values."""
+        """Refuse the folder's run if it has other options or facts. The message names each with both values."""
         if self._is_on_this_machine and self.request.resume == "auto" and not self.request.overwrite:
             with errors_explained(self.path):
-                if is_run(self.path) and (found := find_differences(read_run(self.path), facts, self.request)):
-                    refuse(self.path, found)
+                if is_run(self.path) and (changes := find_differences(read_run(self.path), facts, self.request)):
+                    refuse(self.path, changes)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
-        """Refuse before the weights are downloaded what `choose_start` would refuse then, and the model's own folder.
+        """Refuse the model's own folder, and another run's before the weights are downloaded for `choose_start`.
 
         Args:
-            facts: of the run, those that are known already.
+            facts: the facts of this run that need no weights.
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
         self._refuse_another_run(facts)
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
-        """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
+        """Decide on rank 0 where the run starts, and send the decision to all ranks. Collective; rank 0 has the lock.
 
         Args:
             identity: this run's options, facts (see FACTS), world_size and global_batch_size.
-        Raises: as `choose_start`, the same on all ranks.
+        Raises:
+            UserError, RunStopped: see the function `choose_start`; the same error on all ranks.
         """
         answer: dict[str, Any] = {}
         if self.ranks.is_rank_0:
@@ -159,12 +161,12 @@ class RunFolder:
     def prepare(
         self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool, all_write: bool = False
     ) -> None:
-        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Collective.
 
         Called when the model is loaded and verified: a run that cannot load removes nothing.
 
         Args:
-            identity: for run.json, which is written first and makes the folder this run's.
+            identity: content of run.json, which is written first and marks the folder as this run's.
             keep_run: remove nothing, since the run in the folder continues.
             all_write: each rank will write its part of a checkpoint, so every machine must see the folder.
         """
@@ -187,33 +189,31 @@ class RunFolder:
 
 
 def _continues(output_dir: Path, request: StartRequest) -> bool:
-    """Whether the start resumes the folder's own run, judging by the options alone."""
+    """Whether the options ask for resuming the folder's own run."""
     if not is_run(output_dir):
         return False
-    if request.resume == "auto" or _was_followed(output_dir, request):
+    if request.resume == "auto" or _has_started(output_dir, request):
         return True
     origin = request.origin
     return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
 
 
 def choose_start(run: Run) -> Start:
-    """Decide where the run starts. For rank 0, which holds the folder's lock.
+    """Decide where the run starts. Called by rank 0, which holds the folder's lock.
 
     Raises:
         UserError: the folder holds another run, or none of its checkpoints passes verification.
         RunStopped: an unattended run has been restarted several times without progress.
     """
     request, mirror, copied = run.request, run.mirror, _copied_run(run)
-    was_followed = _was_followed(run.output_dir, request)
-    continues = was_followed or request.resume == "auto"
+    has_started = _has_started(run.output_dir, request)
+    continues = has_started or request.resume == "auto"
     if mirror and copied and continues:
         _take_from_mirror(run, mirror, copied)
-    if was_followed:
-        log.info(
-            "--resume %s was followed by a previous start: the run in %s continues.", request.resume, run.output_dir
-        )
+    if has_started:
+        log.info("The run in %s continues: a previous start has begun at --resume %s.", run.output_dir, request.resume)
     if continues:
-        start = _resume_folder(run, overwrite=request.overwrite and not was_followed)
+        start = _resume_folder(run, overwrite=request.overwrite and not has_started)
     else:
         start = _start_from(run, request.origin) if request.origin else Start(secrets.token_hex(4))
     if mirror and copied and copied["run_id"] != start.run_id:
@@ -228,19 +228,19 @@ def choose_start(run: Run) -> Start:
     return start
 
 
-def _was_followed(output_dir: Path, request: StartRequest) -> bool:
-    """Whether a previous attempt has already started as `resume` says, so that this one continues as with auto.
+def _has_started(output_dir: Path, request: StartRequest) -> bool:
+    """Whether a previous attempt has already started from an explicit `resume`, so that this one continues its run.
 
     The folder decides, not the number of restarts: a previous attempt may have died before it wrote run.json.
     """
     if request.resume == "auto" or not request.is_unattended:
-        return False  # without reading run.json, which may be another run's or damaged
+        return False  # run.json is not read: it may be another run's, or damaged
     stored = read_run(output_dir)
     return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
 
 
 def _resume_folder(run: Run, *, overwrite: bool) -> Start:
-    """Resume the folder's run if it is unfinished. Another run is refused, or replaced as a finished one is."""
+    """Resume the folder's unfinished run. Refuse another run; with `overwrite` replace a finished or another one."""
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
@@ -248,8 +248,8 @@ def _resume_folder(run: Run, *, overwrite: bool) -> Start:
     if differences and not overwrite:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
-        held = "another run" if differences else "this run, finished"
-        log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
+        content = "another run" if differences else "this run, finished"
+        log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, content)
         return Start(secrets.token_hex(4))
     return _keep_result(run) if was_finished else _continue(run)
 
@@ -257,18 +257,18 @@ def _resume_folder(run: Run, *, overwrite: bool) -> Start:
 def _keep_result(run: Run) -> Start:
     """Leave a finished run as it is, or write its result again if it was lost."""
     stored = read_run(run.output_dir)
-    lost = result_error(run.output_dir) if stored["options"].get("save_model", True) else None
-    if not lost:
+    difference = result_error(run.output_dir) if stored["options"].get("save_model", True) else None
+    if not difference:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     log.warning(
         "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
-        "checkpoint.", run.output_dir, lost,
+        "checkpoint.", run.output_dir, difference,
     )  # fmt: skip
     return _continue(run)
 
 
 def _continue(run: Run) -> Start:
-    """Resume the folder's run at its newest whole checkpoint; without any where it started from before."""
+    """Resume the folder's run at its newest valid checkpoint. Without one, start again at its origin or at step 0."""
     output_dir, root = run.output_dir, run.output_dir / CHECKPOINTS
     stored, status = read_run(output_dir), read_status(output_dir)
     checkpoint.remove_leftovers(root)
@@ -276,20 +276,20 @@ def _continue(run: Run) -> Start:
     if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
         done = "the run has finished" if status.get("state") == "finished" else f"step {status['saved_step']} was saved"
         raise UserError(
-            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? Bring the checkpoints "
-            f"back, {OR_ANEW}"
+            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? Restore the checkpoints, "
+            f"{OR_START_OVER}"
         )
     if start is None and run.request.origin is not None:
         start = dataclasses.replace(_start_from(run, run.request.origin), run_id=stored["run_id"])
     elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
         log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
-    # Starts in a row, up to the previous one, that ended before the next checkpoint.
+    # The number of starts in a row, up to the previous one, that ended before the next checkpoint.
     made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
     failed_starts = int(status.get("deaths", 0)) + 1 if made_none else 0
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
         _give_up(output_dir, status, start, failed_starts)
-    # Blocks that recomputed when a start ran out of memory: the previous one, or one before it.
+    # The number of blocks that recomputed when a start ran out of memory, the previous one or one before it.
     ran_out = status.get("state") == "out_of_memory"
     too_few = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
     return dataclasses.replace(start, failed_starts=failed_starts, too_few=too_few, **_used(status))
@@ -299,8 +299,8 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_s
     message = (
         f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: each start from step "
         f"{start.step} has ended before the next checkpoint. The last known reason: "
-        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
-        "is fixed, perhaps with a smaller --save_minutes."
+        f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Fix the cause and start it by "
+        "hand, perhaps with a smaller --save_minutes."
     )
     ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
     write_json(output_dir / STATUS, {**status, **ending})
@@ -308,7 +308,7 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_s
 
 
 def _used(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The budget used by earlier starts in this folder."""
+    """The time used by earlier starts in this folder, for `Budget`."""
     used, reserve = (float(status.get(key, 0.0)) for key in ("seconds", "reserve_seconds"))
     return {"used_seconds": used, "reserve_seconds": reserve}
 
@@ -317,7 +317,7 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied_run(run: Run) -> dict[str, Any]:
-    """The identity of the run on the mirror; empty if there is none."""
+    """The run.json of the run on the mirror; empty if there is none."""
     if (mirror := run.mirror) is None:
         return {}
     try:
@@ -325,8 +325,8 @@ def _copied_run(run: Run) -> dict[str, Any]:
     except OSError as error:
         if not is_run(run.output_dir):
             raise UserError(
-                f"--mirror {mirror.name} cannot be reached, so it is unknown whether this run has checkpoints there "
-                f"({error}). Try again, or leave it out."
+                f"--mirror {mirror.name} cannot be reached ({error}), and it may hold checkpoints of this run. Try "
+                "again, or leave the option out."
             ) from error
         log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
         return {}
@@ -373,20 +373,20 @@ def _start_from(run: Run, path: Path) -> Start:
         start = _newest_whole(run, path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path)
     if start is None:
         raise UserError(
-            f"--resume {path}: there is no checkpoint in it. It goes on with a run of the same options and rows; to "
-            f"train an adapter further, give --adapter {path}."
+            f"--resume {path}: there is no checkpoint in it. --resume continues a run with the same options and rows; "
+            f"to train an adapter further, give --adapter {path}."
         )
     if Path(str(start.folder)).resolve().parent != root.resolve():
         return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
-    # A checkpoint of this same folder: later ones are an abandoned branch.
+    # The checkpoint is in the run's own folder: later ones are an abandoned branch.
     for step, folder in checkpoint.published(root).items():
         if step > start.step:
-            log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.quarantine(folder))
+            log.warning("A checkpoint later than the start was set aside: %s.", checkpoint.quarantine(folder))
     return dataclasses.replace(start, **_used(read_status(run.output_dir)))
 
 
 def _newest_whole(run: Run, root: Path) -> Start | None:
-    """The newest checkpoint that passes verification, None if there are none; damaged ones are set aside."""
+    """The newest checkpoint that passes verification, None if there are none. Damaged ones are set aside."""
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
@@ -400,7 +400,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     if unusable := checkpoint.quarantined(root):
         raise UserError(
             f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
-            f"abandoned. Restore a good copy of one, {OR_ANEW}"
+            f"abandoned. Restore a good copy of one, {OR_START_OVER}"
         )
     return None
 
@@ -411,16 +411,16 @@ def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
         refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
-    then, now = stored.get("versions", {}), identity.get("versions", {})
-    others = [f"{name} {then[name]} then, {now[name]} now" for name in then.keys() & now if then[name] != now[name]]
-    if others:
-        log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(others)))
+    old, new = stored.get("versions", {}), identity.get("versions", {})
+    changes = [f"{name} {old[name]} then, {new[name]} now" for name in old.keys() & new if old[name] != new[name]]
+    if changes:
+        log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(changes)))
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
         data_size = identity["world_size"] // options.get("context_parallel_size", 1)
         log.info(
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
-            "that is %d micro-batches per step instead of --gradient_accumulation_steps %d.",
+            "these are %d micro-batches per step instead of --gradient_accumulation_steps %d.",
             global_batch_size, data_size, options["batch_size"],
             schedule.num_micro_batches(global_batch_size, options["batch_size"], data_size),
             options["gradient_accumulation_steps"],

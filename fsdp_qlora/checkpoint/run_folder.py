@@ -1,4 +1,4 @@
-"""The folder of one run: its files, the lock that keeps others out, and whether its run is the one asked for."""
+"""The folder of one run: its files, its lock, and how its run differs from the one that is about to start."""
 
 import contextlib
 import fcntl
@@ -24,12 +24,11 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
 log = logging.getLogger("fsdp_qlora")
 
 _STATUS_SECONDS = 10.0  # between two writes of status.json
-OR_ANEW = "or start from zero with --resume off --overwrite_output_dir true."
-# An option, and the value with which a resumed run keeps what it has decided for it.
+OR_START_OVER = "or start from zero with --resume off --overwrite_output_dir true."
+# (option, value) pairs with which a resumed run keeps its earlier choice.
 KEPT = {("context_length", "auto")}
-# Keys that every run.json has.
-RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
-# What a start killed before it has written run.json may leave, besides checkpoints cut off. They are no results.
+RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")  # in every run.json
+# Files of a start that was killed before it wrote run.json, besides partial checkpoints. They are no results.
 _LEFTOVERS = {LOCK, ".saving", STATUS}
 
 
@@ -39,12 +38,12 @@ def is_run(output_dir: Path) -> bool:
 
 
 def read_run(output_dir: Path) -> dict[str, Any]:
-    """The content of run.json; empty if there is none. Raises UserError if it is not what a run writes."""
-    return _read(output_dir / RUN, RUN_KEYS, f"Restore the original, {OR_ANEW}")
+    """The content of run.json; empty if there is none. Raises UserError if it is damaged."""
+    return _read(output_dir / RUN, RUN_KEYS, f"Restore the original, {OR_START_OVER}")
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
-    """The content of status.json; empty if there is none. Raises UserError if it is not what a run writes."""
+    """The content of status.json; empty if there is none. Raises UserError if it is damaged."""
     advice = "Restore the original, or delete it: the run then resumes and counts its hours from zero."
     return _read(output_dir / STATUS, {"state"}, advice)
 
@@ -52,8 +51,8 @@ def read_status(output_dir: Path) -> dict[str, Any]:
 def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
-        if absent := [key for key in required if key not in content]:
-            raise ValueError(f"{absent[0]} is not in it")
+        if missing := [key for key in required if key not in content]:
+            raise ValueError(f"it has no {missing[0]}")
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, RecursionError) as error:
@@ -68,11 +67,11 @@ def is_finished(output_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def errors_explained(output_dir: Path) -> Iterator[None]:
-    """Explain in one sentence what is wrong with a run's files.
+    """Explain in one sentence why a run's files cannot be used.
 
     Raises:
-        RunStopped: they cannot be read or written now, as on a network disk that is away: try again.
-        UserError: they have been edited: they lack values, or have some of other types.
+        RunStopped: they cannot be read or written at present, such as on a network disk that is away: try again.
+        UserError: they have been edited: values are missing, or have the wrong type.
     """
     try:
         yield
@@ -81,20 +80,19 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise RunStopped(
             "unreadable",
-            f"The run in {output_dir} cannot be used now: {error}. No checkpoint was renamed. Try again.",
+            f"The run in {output_dir} cannot be read at present: {error}. No checkpoint was renamed. Try again.",
         ) from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
-            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
-            + OR_ANEW
+            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint has been edited and cannot be used: {error!r}. "
+            f"Restore the original, {OR_START_OVER}"
         ) from error
 
 
 class Status:
-    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if a part of it was lost.
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if log lines were lost.
 
-    Does nothing on ranks other than 0.
-    Errors are ignored: a full or missing disk is no reason to stop a run.
+    Does nothing on ranks other than 0. Errors are ignored: a full or missing disk is no reason to stop a run.
     """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
@@ -110,11 +108,11 @@ class Status:
                 write_json(self._path, self.values)
 
     def end(self, state: str, reason: str | None) -> None:
-        """Record how the run has ended. state: a key of errors.ENDINGS."""
+        """Record how the run has ended. state: a key of `errors.ENDINGS`."""
         self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
 
     def keep(self, **values: Any) -> None:
-        """Set values that change in every step; they are written every few seconds, and with the next update."""
+        """Set values that change in every step. They are written every few seconds, and with the next update."""
         self.values |= values
         if time.monotonic() - self._written_at > _STATUS_SECONDS:
             self.update()
@@ -136,7 +134,7 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
 
 
 def remove_run(output_dir: Path) -> None:
-    """Remove what a run leaves in its folder; of a link the link alone."""
+    """Remove a run's files from its folder. A link is removed without its target."""
     for path in list(output_dir.iterdir()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -144,12 +142,12 @@ def remove_run(output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is created if needed, or raise UserError. For rank 0 only.
+    """Lock a folder, which is created if needed, against other runs. Raises UserError if one has it. For rank 0 only.
 
-    The system releases the lock whenever its holder dies. Folders created for the lock alone are removed.
+    The system releases the lock when its holder dies. Folders that hold nothing but the lock are removed at the end.
     """
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
-    descriptor = _take(output_dir)
+    descriptor = _open_locked(output_dir)
     try:
         yield
     finally:
@@ -160,7 +158,7 @@ def locked(output_dir: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _take(output_dir: Path) -> int:
+def _open_locked(output_dir: Path) -> int:
     path = output_dir / LOCK
     while True:
         try:
@@ -181,7 +179,7 @@ def _take(output_dir: Path) -> int:
         except OSError as error:  # some network disks do not support locks
             log.warning("%s cannot be locked (%s): make sure that no other run writes there.", output_dir, error)
             return descriptor
-        # The last holder may have removed the file after we opened it.
+        # The last holder may have removed the file between our open and our lock: then the lock protects nothing.
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.ftruncate(descriptor, 0)
@@ -191,7 +189,7 @@ def _take(output_dir: Path) -> int:
         os.close(descriptor)
 
 
-# --- whether the run is the one that a start asks for ---
+# --- comparing a stored run with the one that is about to start ---
 
 # Properties of a run that are compared by content -> their names in messages.
 FACTS = {
@@ -209,8 +207,8 @@ class StartRequest:
 
     options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
     model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
-    run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
-    script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
+    run's folder. overwrite: whether a finished run or another run may be replaced. is_unattended: whether torchrun or a
+    script restarts the run: an explicit `resume` is followed once, and starts without progress are limited.
     """
 
     options: Mapping[str, Any]
@@ -222,32 +220,29 @@ class StartRequest:
 
     @property
     def origin(self) -> Path | None:
-        """The folder to start from, if one was given."""
+        """The folder to start from; None if `resume` is auto or off."""
         return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
 
 
 def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
-    """A line for each way in which a stored run differs. facts: those of this start that are known."""
-    then, options = current_options(stored.get("options", {})), request.options
+    """A line for each difference between a stored run and this start. facts: the facts of this start to compare."""
+    old, options = current_options(stored.get("options", {})), request.options
     differences = [
-        f"--{name} was {_shown(then[name])} and is {_shown(value)}"
+        f"--{name} was {_shown(old[name])} and is {_shown(value)}"
         for name, value in options.items()
-        if name not in request.may_differ and name in then and then[name] != value and (name, value) not in KEPT
+        if name not in request.may_differ and name in old and old[name] != value and (name, value) not in KEPT
     ]
-    shared = options.get("context_parallel_size", 1)
-    if (request.world_size, shared) == (stored.get("world_size"), then.get("context_parallel_size", 1)):
-        groups = request.world_size // shared
-        rows, before = _rows_per_step(options, groups), stored["global_batch_size"]
-        if rows not in (before, _rows_per_step(then, groups)):
-            differences.append(
-                f"--batch_size x --gradient_accumulation_steps x {groups} ranks was {before} rows per step and is "
-                f"{rows}"
-            )
-    for name, now in facts.items():
-        called, was = FACTS[name], stored.get("facts", {}).get(name)
-        if was != now:
-            shown = f": {was} then, {now} now" if name == "precision" else ""
-            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
+    context_size = options.get("context_parallel_size", 1)
+    if (request.world_size, context_size) == (stored.get("world_size"), old.get("context_parallel_size", 1)):
+        data_size = request.world_size // context_size
+        rows, old_rows = _rows_per_step(options, data_size), stored["global_batch_size"]
+        if rows not in (old_rows, _rows_per_step(old, data_size)):
+            product = f"--batch_size x --gradient_accumulation_steps x {data_size} ranks"
+            differences.append(f"{product} was {old_rows} rows per step and is {rows}")
+    for name, fact in facts.items():
+        if (old_fact := stored.get("facts", {}).get(name)) != fact:
+            values = f": {old_fact} then, {fact} now" if name == "precision" else ""
+            differences.append(f"{FACTS[name]} {'are' if name == 'rows' else 'is'} not the same{values}")
     return differences
 
 
@@ -260,7 +255,7 @@ def _shown(value: object) -> str:
 
 
 def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
-    """Refuse to continue the run in a folder, a checkpoint or a mirror (its name), because of these differences."""
+    """Raise UserError for the run in a folder, a checkpoint or a mirror (its name), with these differences."""
     advice = "Give the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
     kind = "a finished" if isinstance(folder, Path) and is_finished(folder) else "an unfinished"
     if isinstance(folder, Path):

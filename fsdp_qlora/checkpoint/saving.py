@@ -1,7 +1,7 @@
-"""Saves a run's checkpoints on all ranks, large ones in the background, and decides which to keep.
+"""Saves a run's checkpoints on all ranks, large ones in the background, and deletes old ones.
 
-A large state is copied to the host's memory and written by a thread on each rank. The ranks tell each other with the
-numbers of every step whether they are still writing; then all publish it after the same step.
+A large state is copied to the host's memory and written by a thread on each rank. In every step the ranks exchange
+whether they are still writing; when none is, all publish the checkpoint after the same step.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.train_state import Tensors, TrainState
-from fsdp_qlora.distributed.process_group import all_gather_strings
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.files import FileRecord, read_json, write_hashed_json
@@ -33,12 +33,13 @@ log = logging.getLogger("fsdp_qlora")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 MIN_BACKGROUND_BYTES = 2**26  # a smaller state is written in less time than a step takes
-_Part = tuple[tuple[bool, str] | None, dict[str, Any]]  # a rank's failure, and the records of its files
+_Failure = tuple[bool, str]  # whether the disk is full, and the error's text
+_Part = tuple[_Failure | None, dict[str, Any]]  # a rank's failure, and the records of its files
 
 
 @dataclass
 class _Save:
-    """A checkpoint being written. part: of this rank. made_progress: another tensor since the last heartbeat."""
+    """A checkpoint being written. part: this rank's result. made_progress: a tensor was written since the last beat."""
 
     progress: dict[str, Any]
     staging: Path
@@ -52,41 +53,41 @@ class _Save:
 
 @dataclass(eq=False)
 class Saver:
-    """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes."""
+    """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes.
+
+    root: the folder of the checkpoints. identity: content of run.json, stored in every checkpoint. save_total_limit:
+    number of newest checkpoints to keep, in addition to the best by evaluation loss. saved_step: step of the newest
+    checkpoint, -1 for none. max_failing_seconds: how long saving may fail before the run ends. seconds: duration of the
+    last save, until it was published.
+    """
 
     root: Path
-    """The folder of the checkpoints."""
     state: TrainState
     ranks: Ranks
     identity: Mapping[str, Any]
-    """The run's, stored in every checkpoint."""
     save_total_limit: int
-    """Newest checkpoints to keep, in addition to the best by held-out loss."""
     saved_step: int = -1
-    """The newest existing checkpoint, -1 for none."""
     max_failing_seconds: float = math.inf
-    """How long saving may fail before the run ends."""
     seconds: float = 0.0
-    """The duration of the last save, until it was published."""
     _failing_since: float | None = None
-    _save: _Save | None = None  # the one that is being written
+    _save: _Save | None = None  # the checkpoint being written
     _thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="checkpoint"))
 
     def save(self, progress: Progress, *, until_published: bool = True) -> bool:
-        """Save a checkpoint of this step, unless there is one; returns whether there is one now.
+        """Save a checkpoint of this step, unless it exists. Returns whether it exists now.
 
-        A disk that is full or fails is reported, and training may continue: earlier checkpoints are untouched. The save
-        before is finished first, so checkpoints appear in order.
+        A disk error is reported, and training may continue: earlier checkpoints are untouched. A save in the background
+        is finished first, so checkpoints appear in order.
 
         Args:
-            until_published: wait for it. Otherwise a large state is copied to the host's memory, if that has room, and
-                written by a thread; `finish` publishes it.
+            until_published: wait for the checkpoint. Otherwise a large state is copied to the host's memory, if there
+                is room, and written by a thread; `finish` publishes it.
         Raises:
-            TrainingError: the parameters are not finite, or nothing could be saved for too long.
+            TrainingError: the parameters are not finite, or saving has failed for too long.
         """
         self.finish()
         if self.saved_step == progress.step:
-            self._prune()  # the previous start may have been killed before it did
+            self._prune()  # a killed start may have published this checkpoint without deleting an old one
             return True
         started = time.monotonic()
         self.state.check_finite()
@@ -97,7 +98,8 @@ class Saver:
                 staging.mkdir(parents=True)
             except OSError as error:
                 failure = self._describe(error)
-        in_background = self._fits_in_memory() and not until_published  # waits for the folder
+        # Called even if until_published: it is a collective, after which rank 0 has created the folder.
+        in_background = self._fits_in_memory() and not until_published
         contents, description = self.state.contents()
         if in_background:
             contents = {name: content.copied() for name, content in contents.items()}
@@ -116,17 +118,17 @@ class Saver:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether there is a save to finish, the same on every rank."""
+        """Whether `finish` has a save to publish, the same on every rank."""
         return self._save is not None
 
     def finish(self) -> None:
-        """Wait for a save that is being written, and publish it; write it again where deleting another makes room."""
+        """Wait for a background save and publish it. On a full disk, delete an old checkpoint and write it again."""
         if (save := self._save) is None:
             return
         step = save.progress["step"]
         while (failure := self._wait_and_publish(save)) and failure["freed"]:
-            log.warning("Step %d: %s. To make room, %s was deleted.", step, failure["reason"], failure["freed"])
-            if not save.in_background:  # its values have been taken
+            log.warning("Step %d: %s. %s was deleted to make room.", step, failure["reason"], failure["freed"])
+            if not save.in_background:  # the iterators of the first attempt are exhausted
                 save.contents, _ = self.state.contents()
             self._start(save)
         self._save = None
@@ -138,7 +140,7 @@ class Saver:
         log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
 
     def _wait_and_publish(self, save: _Save) -> dict[str, Any] | None:
-        """Wait until all ranks have written their parts; returns what `_publish` does, on every rank."""
+        """Wait until all ranks have written their parts. Returns the result of `_publish`, on every rank."""
         while not wait([save.part], timeout=1).done:
             if save.made_progress:
                 save.made_progress = False
@@ -149,28 +151,28 @@ class Saver:
         return failure
 
     def close(self) -> None:
-        """Publish what is still being written, if no other rank has a part of it: the run has failed."""
+        """Publish a save in the background that rank 0 writes alone. After a failed run other ranks may be gone."""
         save, self._save = self._save, None
         if save is not None and self.ranks.is_rank_0 and not save.description["is_sharded"]:
-            with contextlib.suppress(Exception):  # what the run has failed of is reported
+            with contextlib.suppress(Exception):  # the failure of the run is reported instead
                 self._publish(save, [json.dumps(save.part.result())])
         self._thread.shutdown()
 
     def _fits_in_memory(self) -> bool:
-        """Whether the state is so large that a thread should write it, and the host's memory has room for a copy."""
-        own = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
-        sizes, free = zip(*map(json.loads, all_gather_strings(own, self.ranks.device)), strict=True)
-        return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2  # ranks of one machine share its memory
+        """Whether the state is large enough for a thread, and the host's memory has room for a copy. Collective."""
+        sizes_and_free = gather_numbers([self.state.num_bytes, psutil.virtual_memory().available], self.ranks.device)
+        sizes, free = sizes_and_free.T
+        return MIN_BACKGROUND_BYTES <= sizes.sum().item() < free.min().item() / 2  # ranks share a machine's memory
 
-    def _start(self, save: _Save, failure: tuple[bool, str] | None = None) -> None:
-        """Write this rank's part, in a thread if it may take its time."""
+    def _start(self, save: _Save, failure: _Failure | None = None) -> None:
+        """Write this rank's part, in the background in a thread."""
         if save.in_background and not failure:
             save.part = self._thread.submit(self._write, save, failure)
         else:
             part, save.part = self._write(save, failure), Future()
             save.part.set_result(part)
 
-    def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:
+    def _write(self, save: _Save, failure: _Failure | None) -> _Part:
         def counted(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             for value in values:
                 save.made_progress = True
@@ -184,7 +186,7 @@ class Saver:
             return failure or self._describe(error), {}
 
     def _note_failure(self, step: int, reason: str, failing_seconds: float) -> None:
-        """Report that nothing was saved; end the run if that has lasted too long."""
+        """Report a failed save. End the run if saving has failed for too long."""
         last = f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet"
         if failing_seconds > self.max_failing_seconds:
             raise TrainingError(
@@ -194,13 +196,13 @@ class Saver:
         log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
 
     def _publish(self, save: _Save, parts: Sequence[str]) -> dict[str, Any] | None:
-        """Publish what all ranks have written, or make room for another try. For rank 0.
+        """Publish the parts of all ranks, or make room for another attempt. For rank 0.
 
         Returns:
-            None if it was published, else reason: of the first rank that failed; freed: the checkpoint that was
-            deleted, if one could be; failing_seconds: since a save first failed.
+            None if the checkpoint was published. Otherwise reason: the error of the first rank that failed; freed: name
+            of the deleted checkpoint, if any; failing_seconds: time since the first failed save.
         """
-        failures: list[tuple[bool, str]] = []
+        failures: list[_Failure] = []
         files: dict[str, FileRecord] = {}
         for failure, records in map(json.loads, parts):
             failures += filter(None, [failure])
@@ -217,14 +219,13 @@ class Saver:
         shutil.rmtree(save.staging, ignore_errors=True)
         freed = delete_oldest(self.root) if any(is_full for is_full, _ in failures) else None
         if freed:
-            with contextlib.suppress(OSError):  # the next try says so
+            with contextlib.suppress(OSError):  # the next attempt fails then, and reports it
                 save.staging.mkdir()
         self._failing_since = self._failing_since or time.monotonic()
         failing_seconds = time.monotonic() - self._failing_since
         return {"reason": failures[0][1], "freed": freed, "failing_seconds": failing_seconds}
 
-    def _describe(self, error: OSError) -> tuple[bool, str]:
-        """Whether an error says that a disk is full, and its words."""
+    def _describe(self, error: OSError) -> _Failure:
         return is_full(error), f"{error.filename or self.root}: {error.strerror or error}"
 
     # --- deleting old checkpoints ---
@@ -233,7 +234,7 @@ class Saver:
         folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
         keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
         for step, folder in folders.items():
-            if step not in keep and read_json(folder / checkpoint.STATE):  # what cannot be read now may be the best
+            if step not in keep and read_json(folder / checkpoint.STATE):  # an unreadable one may be the best
                 try:
                     checkpoint.remove(folder)
                 except OSError as error:
@@ -241,32 +242,29 @@ class Saver:
 
 
 def delete_oldest(root: Path) -> str | None:
-    """Delete a quarantined checkpoint, else the oldest one, the best by held-out loss last and the newest never."""
+    """Delete a quarantined checkpoint, otherwise the oldest one; the best by evaluation loss last, the newest never."""
     for folder in checkpoint.quarantined(root):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return folder.name
     folders = checkpoint.published(root)
     best = best_step(folders)
-    older = sorted(list(folders)[:-1], key=lambda step: (step == best, step))
-    for step in older:
-        try:
+    for step in sorted(list(folders)[:-1], key=lambda step: (step == best, step)):
+        with contextlib.suppress(OSError):
             checkpoint.remove(folders[step])
-        except OSError:
-            continue
-        return folders[step].name
+            return folders[step].name
     return None
 
 
 def is_full(error: Exception) -> bool:
-    """Whether there was no space for a file. The safetensors library reports the system's error as text."""
+    """Whether the disk or the quota is full. The safetensors library reports the system's error as text."""
     if isinstance(error, OSError):
         return error.errno in _FULL
-    return any(f"os error {number}" in str(error) for number in _FULL)
+    return any(f"os error {code}" in str(error) for code in _FULL)
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
-    """The checkpoint with the lowest held-out loss, among those evaluated at their own step."""
+    """The step of the checkpoint with the lowest evaluation loss, among those evaluated at their own step."""
     losses = {step: loss for step, folder in folders.items() if (loss := _eval_loss(folder, step)) is not None}
     return min(losses, key=lambda step: losses[step], default=None)
 

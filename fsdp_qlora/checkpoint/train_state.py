@@ -1,12 +1,12 @@
 """Saves trainable parameters and optimizer state to a checkpoint's files, and loads them.
 
-Small states (adapters) are gathered and written by rank 0, which also reads them for all ranks, so no other rank needs
-access to the folder. Large states are written by each rank of one copy of the model and read by all: file i of n holds
-the rows that `shard_bounds` gives to rank i of n, so any other number of ranks finds its rows.
+Rank 0 gathers, writes and reads small states (adapters) for all ranks, so no other rank needs access to the folder.
+Large states are written by each rank of one copy of the model and read by all ranks: file i of n holds the rows that
+`shard_bounds` gives to rank i of n, so any other number of ranks finds its rows.
 
 An entry of the optimizer's state is stored by its kind:
-    rows    a tensor of the local shard's shape, or of its rows: sharded like its parameter
-    once    a tensor without dims, such as a step count, or for the whole parameter: the same on all ranks
+    rows    a tensor with the local shard's shape: sharded like its parameter
+    once    a tensor without dims, such as a step count: the same on all ranks
     number  a plain number: the same on all ranks
     local   any other tensor, such as the scales of 8-bit states: valid for this split only
 """
@@ -38,11 +38,11 @@ from fsdp_qlora.utils.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, 
 # Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
 _PARAMETER = "parameter"  # the key of the parameter itself
-START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
+START = "start.safetensors"  # the factors subtracted from the base on loading (pissa, olora)
 
 
 class Tensors(NamedTuple):
-    """The content of a safetensors file: the tensors' forms, and the tensors in that order."""
+    """The content of a safetensors file. forms: dtype and shape of each tensor. values: the tensors, in that order."""
 
     forms: Mapping[str, TensorForm]
     values: Iterable[torch.Tensor]
@@ -58,7 +58,7 @@ class TrainState:
         is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
             entries of kind local.
         beat: called for each tensor written, since a large state takes long.
-        start: values that every checkpoint has in START too, on rank 0: first_values.start_values.
+        start: on rank 0, `first_values.start_values`, which every checkpoint stores in START.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class TrainState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's part."""
+        """Size of this rank's part in bytes."""
         values = itertools.chain.from_iterable(map(self._local_values, self.parameters.values()))
         return sum(value.numel() * value.element_size() for value in values)
 
     def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
-        """The files that this rank writes, by name, and the description that `load` needs. Called on every rank.
+        """The files that this rank writes, by name, and the description that `load` needs. Collective.
 
-        A value is copied to the host when it is taken, which may be a collective: take all, in this order.
+        Taking a value copies it to the host, and may be a collective: every rank must take all values, in order.
         """
         layout = self._agreed_layout()
         is_sharded = self.is_large or _has_local(layout)
@@ -101,7 +101,7 @@ class TrainState:
         }
         index = shard_rank(self.mesh) if is_sharded else 0
         values = {
-            f"{name}/{key}": self._own(name, key, layout[name][key], is_sharded=is_sharded)
+            f"{name}/{key}": self._local_value(name, key, layout[name][key], is_sharded=is_sharded)
             for name, key in _tensors_of_file(layout, index)
         }
         on_host = itertools.starmap(self._on_host, values.values())
@@ -110,18 +110,18 @@ class TrainState:
             for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
-        contents = {_file(index): Tensors({name: _form(*own) for name, own in values.items()}, on_host)}
+        contents = {_file(index): Tensors({name: _form(*value) for name, value in values.items()}, on_host)}
         if self.start:
             forms = {name: _form(value) for name, value in self.start.items()}
             contents[START] = Tensors(forms, self.start.values())
         return contents, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
-        """Write files of the result of `contents`. Raises OSError if that fails; all values have been taken then."""
+        """Write the files returned by `contents`. All values are taken, even if this raises OSError."""
         return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
 
     def check_finite(self) -> None:
-        """Raise TrainingError on every rank if parameters are not finite. Called on every rank."""
+        """Raise TrainingError on every rank if a parameter or its optimizer state is not finite. Collective."""
         names = list(self.parameters)
         bad = [
             index
@@ -132,7 +132,7 @@ class TrainState:
         if first < len(names):
             raise TrainingError(
                 f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. "
-                "Earlier checkpoints are good. A lower --lr or --precision bf16/fp32 may help."
+                "Earlier checkpoints are intact. A lower --lr or --precision bf16/fp32 may help."
             )
 
     def _local_values(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
@@ -142,27 +142,27 @@ class TrainState:
                 yield value
 
     def _agreed_layout(self) -> _Layout:
-        """The stored entries of each parameter. A rank without rows of it learns them from the others."""
-        own: _Layout = {}
+        """The entries to store for each parameter. A rank without rows of a parameter gets them from the others."""
+        local: _Layout = {}
         for name, parameter in self.parameters.items():
-            local = local_part(parameter)
-            if local.numel():
-                state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
-                own[name] = {key: _describe(value, local) for key, value in state.items()}
-        everyone: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(own), self.ranks.device)]
+            shard = local_part(parameter)
+            if shard.numel():
+                state = {_PARAMETER: shard, **self.optimizer.state_of(parameter)}
+                local[name] = {key: _describe(value, shard) for key, value in state.items()}
+        by_rank: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(local), self.ranks.device)]
         layout: _Layout = {}
         for name in self.parameters:
-            described = [ranks_layout[name] for ranks_layout in everyone if name in ranks_layout]
+            described = [ranks_layout[name] for ranks_layout in by_rank if name in ranks_layout]
             layout[name] = described[0]
             for key in {key for entry in described for key in entry}:
                 if any(entry.get(key) != described[0].get(key) for entry in described):
                     layout[name][key] = {"kind": "local"}
         return layout
 
-    def _own(
+    def _local_value(
         self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
     ) -> tuple[torch.Tensor, int | None]:
-        """This rank's value of an entry, without rows if it has none; and the rows of the whole if that is wanted."""
+        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to gather, None for none."""
         parameter = self.parameters[name]
         value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
         if value is None:
@@ -188,13 +188,14 @@ class TrainState:
         if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
             raise UserError(
                 f"{folder} holds optimizer state that can be resumed on {description['files']} ranks only, and this "
-                f"run has {shard_size(self.mesh)}. Start it with {description['files']}."
+                f"run has {shard_size(self.mesh)}. Start {description['files']} ranks."
             )
 
     def load(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Fill parameters and optimizer from a verified checkpoint, after `check`. Called on every rank.
+        """Fill parameters and optimizer from a verified checkpoint. Collective.
 
         Raises:
+            UserError: see `check`.
             DamagedCheckpoint: its files have changed since they were verified.
         """
         self.check(folder, description)
@@ -234,7 +235,7 @@ class TrainState:
         return torch.cat(parts) if parts else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
 
     def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
-        """Store the values of a parameter and of its optimizer state, which are on any device."""
+        """Store the values of a parameter and of its optimizer state. They may be on any device."""
         local = local_part(parameter)
         if local.numel():
             local.copy_(values.pop(_PARAMETER))
@@ -242,13 +243,12 @@ class TrainState:
 
 
 class StoredValues:
-    """The trained values of a checkpoint, for a model without weights: first_values.Values.
+    """The trained values in a checkpoint, for a model without weights. Implements `first_values.Values`.
 
     Args:
-        description: as `TrainState.contents` returned it.
+        description: returned by `TrainState.contents`.
     Raises:
         UserError: the checkpoint belongs to another model.
-        DamagedCheckpoint: from any method, if its files cannot be read.
     """
 
     keeps = True
@@ -260,8 +260,8 @@ class StoredValues:
         self._names = {id(parameter): name for name, parameter in trained.items()}
         self._opened = contextlib.ExitStack()
         self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
-        first = folder / START  # what was subtracted from the base
-        self._start = self._opened.enter_context(safe_open(first, "pt")) if first.is_file() else None
+        start = folder / START
+        self._start = self._opened.enter_context(safe_open(start, "pt")) if start.is_file() else None
         self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -281,7 +281,7 @@ def _open_file(folder: Path, index: int) -> Any:
 
 @contextlib.contextmanager
 def _damage_reported(folder: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint where files of a checkpoint are gone or have changed since they were verified."""
+    """Raise DamagedCheckpoint if files of a checkpoint are missing, or have changed since they were verified."""
     try:
         yield
     except (FileNotFoundError, SafetensorError) as error:
@@ -290,16 +290,15 @@ def _damage_reported(folder: Path) -> Iterator[None]:
 
 def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise UserError if a checkpoint's parameters are not the model's."""
-    other = sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name))
-    if other:
+    if changed := sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name)):
         raise UserError(
-            f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
-            f"{', ...' if len(other) > 4 else ''} differ."
+            f"{folder} belongs to a model with other trainable parameters: {', '.join(changed[:4])}"
+            f"{', ...' if len(changed) > 4 else ''} differ."
         )
 
 
 def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
-    """The description of a stored value. dims: of a tensor, without the rows."""
+    """The description of a stored value: its kind; of a tensor also its dtype and dims (without the sharded dim)."""
     if isinstance(value, torch.Tensor):
         kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
         entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
@@ -310,7 +309,7 @@ def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
 
 
 def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
-    """(parameter, key) of each tensor in file `index`: the same in every file, except entries stored once."""
+    """(parameter, key) of each tensor in file `index`. File 0 alone has the entries of kind once."""
     for name, keys in layout.items():
         for key, entry in sorted(keys.items()):
             if entry["kind"] in ("rows", "local") or (entry["kind"] == "once" and index == 0):

@@ -55,7 +55,7 @@ def test_on_a_full_disk_the_oldest_checkpoint_makes_room(
     root = tmp_path / "out" / "checkpoints"
     fault = partial(together, partial(fill_disk, root, 2), *more)
     text = run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=fault)
-    assert "No space left on device. To make room, step_000003 was deleted." in text
+    assert "No space left on device. step_000003 was deleted to make room." in text
     assert_same(tmp_path / "out")
     left = checkpoint.published(root)
     assert list(left)[-1] == 20 and len(left) == 2

@@ -151,7 +151,7 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     assert store.steps() == [2]
     (tmp_path / "part" / "run.json").write_text('{"run_id"')
     store.put_all({"": tmp_path / "part"}, [], "cut off")
-    with pytest.raises(OSError, match=r"run\.json there cannot be read"):
+    with pytest.raises(OSError, match=r"its run\.json cannot be read"):
         store.run()
     store.delete_later_than(-1)
     assert store.files(CHECKPOINTS) == []

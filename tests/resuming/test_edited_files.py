@@ -151,7 +151,7 @@ def test_json_nested_100_000_deep_is_one_sentence_and_renames_nothing(run: Path,
     for path in files:
         path.write_text("[" * 100_000)
     before = sorted(tmp_path.rglob("*"))
-    assert "run.json there cannot be read" in str(finds(tmp_path / "box", mirror=mirror))
+    assert "its run.json cannot be read" in str(finds(tmp_path / "box", mirror=mirror))
     assert [entry["state"] for entry in list_entries(cache.parent)] == ["damaged"]
     with pytest.raises(DamagedEntry, match=r"recursion|Stack overflow"):
         CachedWeights(cache, None)  # type: ignore[arg-type]
