@@ -162,7 +162,7 @@ class TrainState:
     def _local_value(
         self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
     ) -> tuple[torch.Tensor, int | None]:
-        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to gather, None for none."""
+        """This rank's value of an entry, with 0 rows if it has none; and the number of rows to gather (None: none)."""
         parameter = self.parameters[name]
         value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
         if value is None:

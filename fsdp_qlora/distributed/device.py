@@ -9,19 +9,19 @@ import torch
 
 from fsdp_qlora.utils.errors import UserError
 
-_ALIGNMENT = 64  # bytes, of a tensor in a buffer of several
+_ALIGNMENT = 64  # bytes: where each tensor starts in a shared buffer
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
-def choose_device(asked: str, local_rank: int) -> torch.device:
-    """The device of a rank.
+def choose_device(requested: str, local_rank: int) -> torch.device:
+    """Choose a rank's device.
 
     Args:
-        asked: the option device: auto, cpu or cuda.
+        requested: the option `device`: auto, cpu or cuda.
     Raises:
-        UserError: torch cannot use the machine's GPU, a requested GPU does not exist, or there are fewer than ranks.
+        UserError: torch cannot use the machine's GPU, no GPU is visible, or there are more ranks than GPUs.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -32,14 +32,14 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
     if problem := gpu_problem():
         raise UserError(problem)
-    if asked == "cuda":
+    if requested == "cuda":
         raise UserError("--device is cuda, but no GPU is visible on this machine. Leave it at auto.")
     return torch.device("cpu")
 
 
 def make_deterministic() -> None:
-    """Make torch use deterministic kernels only, and raise if there is none. Call it before the GPU is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for it
+    """Make torch use only deterministic kernels, and raise where none exists. Call it before the GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with a fixed workspace only
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
@@ -48,8 +48,8 @@ def make_deterministic() -> None:
 def configure_kernels() -> None:
     """Choose among torch's GPU kernels for this process.
 
-    Matrix products add their partial sums in fp32: torch lets cuBLAS add them in 16 bits where K is long and the result
-    small, as for the gradients of A and B (an error of 0.24 to 0.7% instead of 0.17%).
+    Matrix products accumulate in fp32. By default torch lets cuBLAS add partial sums in 16 bits if the summed dim is
+    long and the result small, as in the gradients of A and B (an error of 0.24 to 0.7% instead of 0.17%).
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -58,24 +58,24 @@ def configure_kernels() -> None:
 
 
 def gpu_problem() -> str | None:
-    """Why torch sees no GPU although the driver lists some; None if there is none, or they are hidden on purpose."""
+    """Explain why torch cannot use GPUs that the driver lists. None if it lists none, or they are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     cards = _listed_cards()
     if not cards:
         return None
     name, driver = cards[0]
-    found = f"{len(cards)} NVIDIA GPU{'s' * (len(cards) > 1)} ({name}, driver {driver})"
+    gpus = f"{len(cards)} NVIDIA GPU{'s' * (len(cards) > 1)} ({name}, driver {driver})"
     if torch.version.cuda is None:
-        why = f"the installed torch {torch.__version__} is made for the CPU"
-        cure = "Install one that is made for CUDA: pip install --force-reinstall torch"
+        reason = f"the installed torch {torch.__version__} is built for the CPU"
+        advice = "Install one that is built for CUDA: pip install --force-reinstall torch"
     else:
-        why = f"the installed torch {torch.__version__}, made for CUDA {torch.version.cuda}, cannot use them"
-        cure = (
+        reason = f"the installed torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use them"
+        advice = (
             f"Install a driver for CUDA {torch.version.cuda} or newer, or a torch for the CUDA version that nvidia-smi "
             "shows, such as 12.6: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
         )
-    return f"This machine has {found}, but {why}. {cure}. To train on the CPU, give --device cpu."
+    return f"This machine has {gpus}, but {reason}. {advice}. To train on the CPU, give --device cpu."
 
 
 def _listed_cards() -> list[tuple[str, str]]:
@@ -89,10 +89,10 @@ def _listed_cards() -> list[tuple[str, str]]:
 
 
 def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copy the CPU's tensors among some values to the device; other values stay as they are.
+    """Copy the tensors among some values from the CPU to the device; other values stay as they are.
 
-    They go there in one copy from pinned memory, so that the host never waits: from ordinary memory the driver stages
-    at most 64 KiB without waiting. torch's allocator gives the pinned memory to nobody else before the copy is done.
+    All tensors are packed into one pinned buffer, so that the host never waits for the copy: from pageable memory the
+    driver copies at most 64 KiB asynchronously. torch's allocator reuses the pinned buffer only after the copy is done.
     """
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if device.type != "cuda":
@@ -106,5 +106,5 @@ def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The beginning of uint8 memory as a tensor of this dtype and shape."""
+    """The first bytes of a uint8 buffer, viewed with the dtype and shape of `tensor`."""
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -1,11 +1,11 @@
-"""How the ranks share a model and its rows: which hold one copy together, and which get rows or tokens of their own."""
+"""How the ranks share a model and its rows: shards, replicas, and groups for context parallelism."""
 
 from dataclasses import dataclass
 
 from fsdp_qlora.utils.errors import UserError
 
-# strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
-# "all": one shard group of every rank. "node": shards within a node, replicas across nodes. "none": replicas.
+# strategy -> (ranks that share a copy of the model, whether a block's weights are freed between forward and backward).
+# "all": every rank. "node": the ranks of a node, with one replica per node. "none": each rank has a whole copy.
 SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
     "full_shard": ("all", True),
     "shard_grad_op": ("all", False),
@@ -17,11 +17,13 @@ SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """per_node: ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES. context_size: neighbouring ranks
-    that share each micro-batch (context parallelism).
+    """The groups of ranks.
+
+    per_node: number of ranks of one machine. sharding_strategy: a key of SHARDING_STRATEGIES. context_size: number of
+    neighbouring ranks that share each micro-batch (context parallelism).
 
     Raises:
-        UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks that cannot be so grouped.
+        UserError: a hybrid strategy on nodes with different numbers of ranks, or ranks not divisible by context_size.
     """
 
     world_size: int
@@ -37,24 +39,24 @@ class Layout:
             )
         if self.per_node % self.context_size or self.world_size % self.context_size:
             raise UserError(
-                f"--context_parallel_size {self.context_size}: the {self.per_node} ranks of a machine, "
-                f"{self.world_size} in all, cannot be divided into groups of so many. Give a divisor of both."
+                f"--context_parallel_size {self.context_size} must divide both the {self.per_node} ranks of a machine "
+                f"and the {self.world_size} ranks of the run."
             )
 
     @property
     def data_size(self) -> int:
-        """Groups of ranks that get other rows than each other."""
+        """Number of groups of ranks that get different rows (data parallelism)."""
         return self.world_size // self.context_size
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         scope, _ = SHARDING_STRATEGIES[self.sharding_strategy]
         return {"all": self.world_size, "node": self.per_node, "none": 1}[scope]
 
     @property
     def num_replicas(self) -> int:
-        """Copies of the model."""
+        """Number of copies of the model."""
         return self.world_size // self.num_shards
 
     @property
@@ -64,5 +66,5 @@ class Layout:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are several copies, each of which several ranks share."""
+        """Whether there are several copies, each shared by several ranks."""
         return 1 < self.num_shards < self.world_size

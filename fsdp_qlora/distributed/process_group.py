@@ -1,10 +1,11 @@
-"""The process group: its start and end, and what ranks tell each other through it."""
+"""The process group: its start and end, and small collectives on numbers and texts."""
 
 import contextlib
 import datetime
 import gc
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,11 +26,11 @@ def start_process_group(
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
-        store: from `connect`, which is called if None. From now on it belongs to the group.
-        backend: instead of these, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
+        store: returned by `connect`, which is called if None. The group owns it afterwards.
+        backend: another backend, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
     """
-    # torch's flight recorder is written out when a collective does not end. It keeps this many of the last collectives,
-    # about 1 KiB each, and so made a tiny run grow by 2 MiB on the CPU, where the stacks of a hang say enough.
+    # torch's flight recorder is dumped when a collective hangs. It keeps the last collectives, about 1 KiB each, and
+    # made a tiny run grow by 2 MiB on the CPU, where the Python stacks of a hang are enough.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
     if ranks.device.type == "cuda":
@@ -47,44 +48,42 @@ def start_process_group(
 
 
 def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
-    """Say what to do if NCCL, which joins GPUs without peer access through shared memory, may run out of it."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return
-    size = found.f_blocks * found.f_frsize
-    if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
-        log.warning(
-            "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, start the container with "
-            "--shm-size 1g or more, or with --ipc host.",
-            folder,
-            size // 2**20,
-        )
+    """Warn of little shared memory, which NCCL uses between GPUs without peer access (docker's default is 64 MiB)."""
+    with contextlib.suppress(OSError):
+        size = shutil.disk_usage(folder).total
+        if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
+            log.warning(
+                "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, start the container "
+                "with --shm-size 1g or more, or with --ipc host.", folder, size // 2**20,
+            )  # fmt: skip
 
 
 def gather_numbers(
     values: Sequence[float | torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Every rank's list of numbers as float64 [ranks of the group, len(values)], on the CPU of every rank.
+    """All-gather a list of numbers: float64 [ranks of the group, len(values)] on the CPU of every rank.
 
-    Numbers may be tensors without dims on any device: the host waits for them only with the result, once.
+    Values may be tensors without dims on any device. The host waits for the GPU once, when the result is copied back.
     """
-    numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    mine = host.to(device, non_blocking=True)
+    floats = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+    host = torch.tensor(floats, dtype=torch.float64, pin_memory=device.type == "cuda")
+    local = host.to(device, non_blocking=True)
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            mine[index].add_(value)
-    gathered = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    all_gather(gathered, mine, group=group)
-    return gathered.view(-1, mine.numel()).cpu()
+            local[index].add_(value)
+    gathered = local.new_empty(dist.get_world_size(group) * local.numel())
+    all_gather(gathered, local, group=group)
+    return gathered.view(-1, local.numel()).cpu()
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(
     kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Raise on every rank the error of `kind` with which the block fails on one, after its last collective."""
+    """If the block raises an error of `kind` on one rank, raise it on every rank: the others would wait for a timeout.
+
+    The block must raise it on that rank after its last collective.
+    """
     failure = ""
     try:
         yield
@@ -96,10 +95,10 @@ def raise_on_all_ranks(
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
-    """Check that every rank works on the same input, since each computes order, loss and learning rate itself.
+    """Check that every rank works on the same input: each computes order, loss and learning rate by itself.
 
     Args:
-        facts: name for messages -> value, whose repr is compared.
+        facts: name for messages -> value. The values' repr are compared.
     Raises:
         UserError: some ranks have another value than rank 0; the same message on every rank.
     """
@@ -114,30 +113,30 @@ def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
 
 
 def release_loading_memory(device: torch.device) -> None:
-    """Free the GPU memory that only loading needed, and reset the peaks."""
+    """Return cached GPU memory to the device after loading, and reset the peak statistics."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def stop_process_group() -> None:
-    """End the process group and its threads, best where nothing refers to the model any more.
+    """End the process group and its threads. Call it when nothing refers to the model any more.
 
-    A thread of gloo lets go of a tensor after it has woken who waits for it, and needs the GIL for that: if Python is
-    ending by then, it aborts the process (pytorch#190489). The group's destructor waits for its threads, so cycles that
-    refer to the group are collected. torch's cache of layouts still does: hence the moment without the GIL.
+    A gloo thread releases its tensor after it has woken the waiting thread, and needs the GIL for that: if Python is
+    finalizing by then, the process aborts (pytorch#190489). The group's destructor joins the threads, so reference
+    cycles that hold the group are collected. torch's cache of layouts still holds it: hence the sleep without the GIL.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-        time.sleep(0.1)  # they need microseconds, on a busy machine some more
+        time.sleep(0.1)  # the threads need microseconds, more on a busy machine
 
 
 @contextlib.contextmanager
 def process_group_closed() -> Iterator[None]:
-    """End the process group with the block, which calls a function that has the model: `stop_process_group`.
+    """End the process group with the block, in which another function holds the model: see `stop_process_group`.
 
-    After a failure it is aborted, since another rank may be gone or wait for this one.
+    After a failure the group is aborted, since another rank may be gone, or may wait for this one.
     """
     try:
         yield
@@ -153,13 +152,13 @@ def process_group_closed() -> Iterator[None]:
 
 
 def all_gather_strings(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Every rank's text, on every rank: as UTF-8 bytes, without pickle."""
-    mine = text.encode()
-    lengths = gather_numbers([len(mine)], device, group).flatten().int().tolist()
+    """All-gather a text, as UTF-8 bytes and without pickle."""
+    content = text.encode()
+    lengths = gather_numbers([len(content)], device, group).flatten().int().tolist()
     size = max(lengths)
     if not size:
         return [""] * len(lengths)
-    padded = torch.tensor(list(mine.ljust(size)), dtype=torch.uint8, device=device)
+    padded = torch.tensor(list(content.ljust(size)), dtype=torch.uint8, device=device)
     gathered = padded.new_empty(len(lengths) * size)
     all_gather(gathered, padded, group=group)
     rows = gathered.view(-1, size).tolist()

@@ -1,4 +1,4 @@
-"""This process among the ranks: its numbers and device, rank 0's log, and seeds."""
+"""This process's rank and device, rank 0's log, and seeds."""
 
 import hashlib
 import logging
@@ -31,16 +31,16 @@ class Ranks:
         return self.rank == 0
 
     def layout(self, sharding_strategy: str, world_size: int = 0, context_size: int = 1) -> Layout:
-        """The layout of this run, or of one with another number of ranks, which is planned for one node."""
+        """The layout of this run, or, with another world_size, of a run on one node."""
         per_node = self.local_world_size if world_size in (0, self.world_size) else world_size
         return Layout(world_size or self.world_size, per_node, sharding_strategy, context_size)
 
 
 def read_ranks(device: str = "auto") -> Ranks:
-    """Read torchrun's variables; a process started without torchrun is rank 0 of 1.
+    """Read torchrun's environment variables. A process started without torchrun is rank 0 of 1.
 
     Args:
-        device: the option of that name.
+        device: the option `device`.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = choose_device(device, local_rank)
@@ -56,7 +56,7 @@ def read_ranks(device: str = "auto") -> Ranks:
 
 
 def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None) -> None:
-    """Give rank 0's logger its handler. Warnings of the other ranks are not repeated.
+    """Give rank 0's logger a handler. Other ranks log nothing, so no line appears twice.
 
     Args:
         stream: stdout if None.
@@ -68,6 +68,6 @@ def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None)
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that depends only on its parts, equal on every machine."""
+    """A 63-bit seed that depends only on `parts`, equal on every machine."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

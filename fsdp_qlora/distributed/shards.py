@@ -1,4 +1,4 @@
-"""The mesh of the ranks, and the rows of a parameter that each of them keeps."""
+"""The device mesh, and the rows of a parameter that each rank keeps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
-    """Arrange the ranks as [replicate, shard]; a pure shard mesh has only the axis shard."""
+    """Arrange the ranks as [replicate, shard], or as [shard] if there is one copy of the model."""
     layout = ranks.layout(sharding_strategy)
     if layout.num_replicas == 1:
         return init_device_mesh(ranks.device.type, (layout.num_shards,), mesh_dim_names=("shard",))
@@ -35,7 +35,7 @@ def shard_rank(mesh: DeviceMesh) -> int:
 
 
 def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
-    """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`: `torch.chunk`'s split."""
+    """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`, as in `torch.chunk`."""
     chunk = -(-num_rows // size)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
@@ -46,7 +46,7 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def padded_rows(parameter: torch.Tensor) -> int:
-    """Rows that FSDP2 gathers from every rank: as many as the first rank has."""
+    """Number of rows that FSDP2 gathers from every rank, with padding: as many as the first rank has."""
     assert isinstance(parameter, DTensor)
     return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
 
@@ -58,24 +58,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Store `values`, this rank's rows of a parameter (all rows if it is not sharded)."""
+    """Copy `values` into this rank's rows of a parameter (all rows if it is not sharded)."""
     local = local_part(parameter)
     local.copy_(values.view(local.shape))
 
 
 @contextlib.contextmanager
 def whole_weights(module: FSDPModule) -> Iterator[None]:
-    """In this block of code a sharded module has all of its weights, on the device."""
+    """Gather all weights of a sharded module on the device while the block runs. Collective."""
     module.unshard()
     for part in module.modules():  # type: ignore[attr-defined]
-        if bring := getattr(part, "bring_weights", None):  # of sharding/weight_stream.py
+        if bring := getattr(part, "bring_weights", None):  # set by sharding/weight_stream.py
             bring()
     yield
     module.reshard()
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
-    """All-gather a tensor split along dim 0 by `shard_bounds` into its [num_rows, ...] whole, on every rank."""
+    """All-gather a tensor that `shard_bounds` has split along dim 0. Returns [num_rows, ...] on every rank."""
     size = shard_size(mesh)
     chunk, dims = -(-num_rows // size), local.shape[1:]
     padded = local.contiguous()

@@ -1,4 +1,4 @@
-"""Communication between ranks before there is a process group: through the store that rank 0 opens."""
+"""Communication between ranks before the process group exists, through the store that rank 0 opens."""
 
 import contextlib
 import datetime
@@ -16,21 +16,24 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import LostRank, UserError
 
 log = logging.getLogger("fsdp_qlora")
-_START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
-_TO_ANSWER = datetime.timedelta(minutes=1)  # for what listens at the port: a stranger may have taken it
+_START_SECONDS = 30.0  # most time between the starts of two ranks of one command
+_ANSWER_TIMEOUT = datetime.timedelta(minutes=1)  # another program may listen at the port, and never answer
 _DOWNLOAD_HOURS = 24.0
-MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
+MAX_WAIT_MINUTES = 5.0  # for rank 0 before training begins; later, it was most likely never started
 
 
 def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
-    """The store of this start, for communication before there is a process group. Rank 0's process hosts it.
+    """Connect to this start's store, which rank 0's process hosts. Waits for rank 0 only.
 
-    Ranks wait here for rank 0 only. The store may be used by one thread at a time; another needs a `clone()`.
+    Only one thread at a time may use the store, since a request blocks its connection until the answer comes: another
+    thread, such as the one that polls for heartbeats, needs a connection of its own, from `clone()`.
 
     Args:
-        timeout_minutes: of each later request. wait_minutes: for rank 0, MAX_WAIT_MINUTES at most.
+        timeout_minutes: how long each later request may take.
+        wait_minutes: how long to wait for rank 0, at most MAX_WAIT_MINUTES.
     Raises:
-        UserError: rank 0 cannot listen at the port. LostRank: rank 0 did not open the store in time.
+        UserError: rank 0 cannot listen at the port.
+        LostRank: rank 0 did not open the store in time.
     """
     if ranks.world_size == 1:  # a single process needs no server, hence no free port
         return dist.HashStore()
@@ -51,7 +54,7 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
             address,
             port,
             is_master=is_master,
-            timeout=min(timeout, _TO_ANSWER),
+            timeout=min(timeout, _ANSWER_TIMEOUT),
             wait_for_workers=False,
             master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
         )
@@ -62,35 +65,35 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         raise LostRank(f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}") from error
     store.set_timeout(timeout)
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
-    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store of rank 0's own is new, and agents
-    # that have joined later count fewer attempts. The name of the run, which our launcher and `torchrun --standalone`
-    # draw at random, keeps those out that can reach the port but not read this environment.
+    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store hosted by rank 0 is new at each
+    # start, and agents that joined later count fewer attempts, so it needs no attempt. The run's id, which our launcher
+    # and `torchrun --standalone` draw at random, hides the keys from programs that reach the port only.
     run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{run}/attempt-{attempt if is_agents else 0}", store)
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
-    """Wait for rank 0's store. torch itself would wait for twice the given time and then print pages of frames."""
-    last = ""
+    """Wait for rank 0's store. torch itself would wait for twice the timeout and then print pages of C++ frames."""
+    reason = ""
 
-    def is_there() -> bool:
-        nonlocal last
+    def is_listening() -> bool:
+        nonlocal reason
         try:
-            with socket.create_connection((address, port), timeout=10) as ours:
-                return bool(ours.getsockname() != ours.getpeername())  # a TCP socket may connect to itself
+            with socket.create_connection((address, port), timeout=10) as connection:
+                return bool(connection.getsockname() != connection.getpeername())  # a TCP socket may connect to itself
         except OSError as error:
-            last = error.strerror or str(error)
+            reason = error.strerror or str(error)
             return False
 
-    if not _becomes_true(is_there, seconds=60 * minutes):
+    if not _becomes_true(is_listening, seconds=60 * minutes):
         raise LostRank(
             f"Rank {rank} has waited {minutes:.3g} minutes for rank 0, which opens the store at {address}:{port} "
-            f"(MASTER_ADDR, MASTER_PORT): it was not started, has ended, or is out of reach ({last})."
+            f"(MASTER_ADDR, MASTER_PORT): it was not started, has ended, or is out of reach ({reason})."
         )
 
 
 def _resolve(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address of a host; None if it has none, which torch says better."""
+    """The IP address of a host; None if the name cannot be resolved, which torch reports."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(address))
     except OSError:
@@ -98,24 +101,24 @@ def _resolve(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def _listen_on_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address | None, port: int) -> int | None:
-    """A listening socket if all ranks are on this machine; None if `address` is not a loopback address.
+    """Open a listening socket if `address` is a loopback address, so all ranks are on this machine; otherwise None.
 
-    Without it torch's store listens on every interface, and anyone who reaches the port can read and write it.
+    By itself torch's store listens on every interface, and anyone who reaches the port can read and write it.
     """
     if address is None or not address.is_loopback:
         return None
     try:
         return socket.create_server((str(address), port)).detach()
     except OSError:
-        return None  # torch says what is wrong with the port
+        return None  # torch reports the problem with the port
 
 
 @contextlib.contextmanager
 def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
-    """If rank 0 fails in the block, keep its store until every rank has connected.
+    """If rank 0 fails in the block, keep its store open until every rank has connected.
 
-    The store ends with rank 0. A rank that starts a little later would wait for it for minutes, instead of failing by
-    itself for the same reason.
+    The store ends with rank 0's process. A rank that starts a little later would wait minutes for it, instead of
+    failing by itself for the same reason.
     """
     store.add("connected", 1)
     try:
@@ -128,16 +131,16 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
 
 
 def download_once(ranks: Ranks, store: dist.Store) -> Callable[[Callable[[], str], str], str]:
-    """`once_per_machine` for downloads, in which local rank 0 may take a day."""
+    """`once_per_machine` for downloads, which may take a day."""
     return lambda work, what: once_per_machine(work, what, ranks, store, hours=_DOWNLOAD_HOURS)
 
 
 def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:
-    """The result of `work`, which local rank 0 calls while the other ranks of its machine wait.
+    """Call `work` on local rank 0 and return its result on every rank of the machine.
 
     Args:
-        what: words for messages, such as "the download of owner/model"; unique in this start.
-        hours: how long the others wait.
+        what: name of the work for messages, such as "the download of owner/model"; unique in this start.
+        hours: how long the other ranks wait.
     Raises:
         UserError: raised by `work` on local rank 0; the same on every rank of the machine.
         LostRank: local rank 0 failed in another way, has ended, or takes too long.
@@ -168,12 +171,12 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
 
 
 def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store) -> list[str]:
-    """Each rank's value, on every rank; before there is a process group.
+    """All-gather a text before the process group exists.
 
     Args:
-        what: unique in this start.
+        what: name of the value for messages, unique in this start.
     Raises:
-        LostRank: rank 0 has ended, or another rank does not come to this point.
+        LostRank: rank 0 has ended, or another rank does not get to this point.
     """
     store.set(f"{what}/{ranks.rank}", value)
     try:
@@ -183,7 +186,7 @@ def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store)
 
 
 def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
-    """Set the answer, and wait until it has been read: the store may end with this process."""
+    """Send the answer to the other ranks, and wait until they have read it: the store may end with this process."""
     with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
         store.set(f"{what}/{ranks.rank}", json.dumps(answer))
         heard = f"{what}/{ranks.rank}/heard"
@@ -191,7 +194,7 @@ def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store)
 
 
 def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Check ten times a second, so that signals are handled meanwhile; False on timeout."""
+    """Poll a condition ten times a second; False on timeout. Python handles signals between the polls."""
     end = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < end:
         time.sleep(0.1)

@@ -225,7 +225,7 @@ ENDS = {
     "one is killed while loading": End(
         partial(while_loading, KILLED, 1),
         [1, ANY],
-        {0: "error: Rank 1 has given no sign of life for 3 s, before"},
+        {0: "error: Rank 1 has sent no heartbeat for 3 s, before"},
     ),
     "rank 0 is killed while loading": End(
         partial(while_loading, KILLED, 0),
@@ -236,8 +236,8 @@ ENDS = {
         partial(never_come, 1),
         [1, 3, 1],
         {
-            0: r"\[rank 0\] error: Rank 1 did not come within 0.2 minutes: not started, ended",
-            2: r"\[rank 2\] Ended because of rank 0: Rank 1 did not come",
+            0: r"\[rank 0\] error: Rank 1 did not connect within 0.2 minutes: not started, ended",
+            2: r"\[rank 2\] Ended because of rank 0: Rank 1 did not connect",
         },
         options={"hang_minutes": 0.2},
     ),
@@ -374,7 +374,7 @@ def test_restart_after_out_of_memory_recomputes_more(reference: Reference, asser
 @pytest.mark.parametrize(
     ("stopped", "says"),
     [
-        (1, "error: Rank 1 has given no sign of life for 3 s"),
+        (1, "error: Rank 1 has sent no heartbeat for 3 s"),
         (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),  # its process hosts the store
     ],
 )

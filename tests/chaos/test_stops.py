@@ -128,7 +128,7 @@ def test_a_child_of_a_run_ends_when_it_is_terminated() -> None:
             began.wait()
             child.terminate()
             child.join(10)
-            assert child.exitcode == -signal.SIGTERM and not signals.wish
+            assert child.exitcode == -signal.SIGTERM and not signals.requested
         finally:
             child.kill()
 
@@ -192,13 +192,13 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
 
 def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
     ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
-    ranks[2].signals.wish = stops._OF_SIGNAL[15]
+    ranks[2].signals.requested = stops._STOP_OF_SIGNAL[15]
     flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
     for rank in ranks:
         rank.agree(flags)
         assert rank.stop == stops.Stop("preempted", "SIGTERM")
     flags[1, 0] = 5
-    with pytest.raises(TrainingError, match="different steps, from rank 0 on: 4, 5, 4"):
+    with pytest.raises(TrainingError, match=r"different steps \(ranks 0, 1, ...: 4, 5, 4"):
         ranks[0].agree(flags)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nvidia_smi")
 @pytest.mark.parametrize(
     ("cuda", "says"),
-    [("13.0", "made for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is made for the CPU.")],
+    [("13.0", "built for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is built for the CPU.")],
 )
 def test_a_card_that_torch_cannot_use_is_an_error_that_helps(
     cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +75,7 @@ def test_matrix_products_add_up_in_fp32() -> None:
 def test_small_shared_memory_is_named_before_nccl_fails(
     mib: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=mib * 256, f_frsize=4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=mib * 2**20))
     monkeypatch.setattr(logging.getLogger("fsdp_qlora"), "propagate", True)
     _warn_of_small_shared_memory()
     assert ("--shm-size" in caplog.text) == is_small

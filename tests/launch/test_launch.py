@@ -92,7 +92,7 @@ def pids_of_workers(output: str) -> list[int]:
 def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environment):
     result = run([sys.executable, entry, "--nproc_per_node", "2", "--name", "fail"], environment)
     assert result.returncode == 2
-    assert result.stdout.splitlines()[0] == "Starting 2 processes, as asked for."
+    assert result.stdout.splitlines()[0] == "Starting 2 processes, as requested."
     assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
     assert result.stderr.splitlines() == ["this is the reason", "Rank 1 failed with exit code 2; the error is above."]
     assert all(map(is_gone, pids_of_workers(result.stdout)))
@@ -149,7 +149,7 @@ def test_a_number_given_to_torchrun_is_kept(torchrun, variables, entry, environm
 )
 def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes, monkeypatch):
     monkeypatch.setattr(launch, "_visible_gpus", lambda: gpus)
-    assert launch._processes_wanted(TrainConfig(**options))[0] == processes
+    assert launch._num_processes(TrainConfig(**options))[0] == processes
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
@@ -235,8 +235,8 @@ def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
     monkeypatch.setattr(launch, "_end_with_parent", lambda: None)
     for attempt, message in enumerate(["killed", "loss is NaN"]):
-        with socket.create_server(("localhost", 0)) as meeting_point:
-            assert launch._run_workers(2, [], meeting_point).status == 1
+        with socket.create_server(("localhost", 0)) as server_socket:
+            assert launch._run_workers(2, [], server_socket).status == 1
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt + 1))
         assert restarts.previous_exit() == ((1, message) if attempt else None)
 

@@ -201,7 +201,7 @@ def test_a_server_of_no_use_ends_the_run_in_a_sentence(
 def test_a_run_stops_while_it_waits_and_beats_until_then(engine: ServerEngine, server: LoraServer) -> None:
     def stop(path: str, body: dict[str, Any]) -> None:
         if "prompt" in body:
-            engine.control.signals.wish = 4
+            engine.control.signals.requested = 4
             time.sleep(0.2)
 
     server.faults.append(stop)
@@ -214,7 +214,7 @@ def test_a_run_stops_while_it_waits_and_beats_until_then(engine: ServerEngine, s
 @pytest.mark.quick
 def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine, server: LoraServer) -> None:
     def away(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
-        engine.control.signals.wish = 4 if "prompt" in body else 0
+        engine.control.signals.requested = 4 if "prompt" in body else 0
         return (0, None) if "prompt" in body else None
 
     server.faults.append(away)

@@ -1,4 +1,4 @@
-"""The clocks of a run, its heartbeat, and calls that end. No clock is the time of day, which people and NTP change."""
+"""Clocks, the heartbeat, and calls with a time limit. No clock is the time of day, which people and NTP change."""
 
 import threading
 import time
@@ -9,30 +9,30 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
-# In their order within a step: the others wait for a rank in an earlier phase.
+# In the order of a step: ranks in a later phase wait for a rank in an earlier one.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
-_SLICE_SECONDS = 0.5  # of a wait
-_FAR = 10.0  # a duration so many times the second longest includes a pause
+_SLICE_SECONDS = 0.5  # a wait is divided into slices
+_PAUSE_RATIO = 10.0  # a duration of so many times the second longest includes a pause
 
 
 def elapsed() -> float:
-    """Seconds, including those in which the machine was suspended: for deadlines, since rent is due for these too."""
+    """Seconds, including time in which the machine was suspended: for deadlines and rented hours."""
     return time.clock_gettime(_SINCE_BOOT)
 
 
 def awake() -> float:
-    """Seconds in which the machine was awake: to measure work and to detect hangs."""
+    """Seconds in which the machine was awake: for measuring work and detecting hangs."""
     return time.monotonic()
 
 
 def begun(function: Callable[[], T]) -> Future[T]:
-    """Call `function` in a daemon thread, for which the end of the process does not wait."""
+    """Call `function` in a daemon thread, which does not delay the end of the process."""
     result: Future[T] = Future()
 
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
+        except BaseException as error:  # wandb.teardown raises SystemExit
             result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     threading.Thread(target=call, name="begun-call", daemon=True).start()
@@ -40,26 +40,27 @@ def begun(function: Callable[[], T]) -> Future[T]:
 
 
 def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bool] = lambda: True) -> T:
-    """Call `function` in a daemon thread and wait for its result at most `seconds`.
+    """Call `function` in a daemon thread and wait at most `seconds` for its result.
 
-    In slices, those after which `counts` is true: while this process or machine stands still none goes by.
+    The time is counted in slices of the wait: none passes while this process or machine is stopped. A slice counts if
+    `counts()` is true at its end.
 
     Raises:
-        TimeoutError: it is still running; its result is lost.
+        TimeoutError: the function is still running; its result is lost.
         Exception: raised by `function`.
     """
-    result, left = begun(function), max(1, round(seconds / _SLICE_SECONDS))
-    while left:
+    result, slices = begun(function), max(1, round(seconds / _SLICE_SECONDS))
+    while slices:
         if wait([result], _SLICE_SECONDS).done:
             return result.result()
-        left -= counts()
+        slices -= counts()
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 class Longest:
-    """The longest of many durations of the same work, ignoring one in which the process was paused.
+    """The longest of many durations of the same work, without one in which the process was paused.
 
-    A paused virtual machine or a stopped process shows on every clock.
+    No clock leaves out the time in which a virtual machine or a process was stopped.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Longest:
     @property
     def seconds(self) -> float:
         second, first = self._two
-        return second if 0 < _FAR * second < first else first
+        return second if 0 < _PAUSE_RATIO * second < first else first
 
 
 class Heartbeat:
@@ -81,5 +82,5 @@ class Heartbeat:
         self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
-        """Record that this rank has reached a phase (see PHASES) of a step. Cheap."""
+        """Record that this rank has reached a phase (see PHASES) of a step. Costs no more than an assignment."""
         self.step, self.phase, self.at = step, phase, time.monotonic()

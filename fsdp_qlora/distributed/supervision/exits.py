@@ -1,4 +1,4 @@
-"""Reports failures of a run: in status.json, to the other ranks, and to the user in one clear sentence."""
+"""Reports failures of a run: in status.json, to the other ranks, and to the user in one sentence."""
 
 import contextlib
 import errno
@@ -25,13 +25,13 @@ from fsdp_qlora.utils.errors import (
     write_line,
 )
 
-# Messages of gloo, NCCL and TCP when the other side is gone.
+# Messages of gloo, NCCL and TCP when the peer has ended.
 _LOST = re.compile(
     r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
     re.IGNORECASE,
 )
-# Messages of errors that are not torch.OutOfMemoryError: of CUDA where a kernel is loaded when it is first called, of
-# libraries whose handles need memory, of NCCL's buffers, of Triton; and of the host's allocators.
+# Out-of-memory errors that are not torch.OutOfMemoryError: CUDA's when a kernel is loaded at its first call, those of
+# libraries whose handles need memory, NCCL's and Triton's; and the host allocator's.
 _GPU_MEMORY = re.compile(
     r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Triton Error \[CUDA\]: out of memory|"
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|"
@@ -45,13 +45,13 @@ _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) mem
 def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
     """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to the user.
 
-    Put it directly around the training. Closing what is further out may take minutes; by then the other ranks would
-    have reported this one as lost, and torchrun would have killed it without a message.
+    Put it directly around the training. Closing outer blocks may take minutes; by then the other ranks would have
+    reported this one as lost, and torchrun would have killed it without a message.
 
     Raises:
-        OutOfMemory: instead of this rank's lack of memory; the other ranks end without a message.
-        LostRank: instead of an error in a collective, whose cause is on another rank.
-        Crashed: instead of an unexpected error, which has been printed; the other ranks end without a message.
+        OutOfMemory: this rank ran out of memory; the other ranks end without a message.
+        LostRank: a collective failed because of another rank.
+        Crashed: an unexpected error, which has been printed; the other ranks end without a message.
     """
     try:
         yield
@@ -87,10 +87,10 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
 
 @contextlib.contextmanager
 def aborting_others(presence: Presence) -> Iterator[None]:
-    """Record how the block ends; before training begins, tell the other ranks: they may wait until a timeout.
+    """Record how the block ends. Before training begins, tell the other ranks, which may wait until a timeout.
 
     Raises:
-        LostRank: instead of an error in a collective or the store; the process ends here if the cause is known.
+        LostRank: a collective or the store failed. If another rank reports the cause, the process ends here.
     """
     with presence.announced():
         try:
@@ -114,8 +114,8 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
     """Turn errors while the model is loaded into one sentence.
 
     Raises:
-        TrainingError: instead of this rank's lack of memory; a restart would fail again.
-        LostRank: instead of an error in a collective, whose cause another rank reports.
+        TrainingError: this rank ran out of memory; a restart would fail again.
+        LostRank: a collective failed; another rank reports the cause.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
 
 
 def exhausted_memory(error: Exception) -> str | None:
-    """Which memory an error says is exhausted, "GPU" or "host"; None if it is another error."""
+    """The exhausted memory that an error reports, "GPU" or "host"; None for any other error."""
     text = str(error)
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
         return "host"
@@ -149,7 +149,7 @@ def _is_lost(error: Exception) -> bool:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The first line of an error's text; for NCCL errors, which begin with a location in torch, their last message."""
+    """The first line of an error's text. NCCL errors begin with a location in torch: for these the last message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     for before, line in itertools.pairwise(lines):
         if before == "Last error:":
@@ -158,7 +158,6 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _describe_out_of_memory(error: Exception, kind: str, rank: int, where: str, settings: str) -> str:
-    if kind == "host":  # where offloaded tensors go
-        others = (setting for setting in settings.split(", ") if "offload" not in setting)
-        settings = ", ".join(["more memory in the machine", *others])
+    if kind == "host":  # offloading would need more of it
+        settings = ", ".join(["more memory in the machine", *(s for s in settings.split(", ") if "offload" not in s)])
     return f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: {settings}."

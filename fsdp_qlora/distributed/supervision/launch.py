@@ -1,7 +1,7 @@
 """Starts one process per visible GPU when training is started as a single process.
 
-A process that torchrun has started with others, or that was told to be the only one, continues as a worker. Any other
-becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
+A process that torchrun has started with others, or with an explicit count of 1, continues as a worker. Any other
+process becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
 """
 
 import contextlib
@@ -31,18 +31,16 @@ if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wr
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-# Slurm sends SIGUSR1 when the time is nearly over.
 _STATUS_OF_SIGNAL = {
-    signal.SIGTERM: ENDINGS["preempted"].exit_code,
-    signal.SIGUSR1: ENDINGS["preempted"].exit_code,
-    signal.SIGHUP: ENDINGS["preempted"].exit_code,
+    # Slurm sends SIGUSR1 when a job's time is nearly over.
+    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), ENDINGS["preempted"].exit_code),
     signal.SIGINT: ENDINGS["interrupted"].exit_code,
 }
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
 WORKER = ("-u", "-m", "fsdp_qlora", "train")
 
-# Variables that an agent sets for its workers, besides those that start with TORCHELASTIC_. Those of an outer agent
-# would give ours, and its workers, a wrong rank or port.
+# Variables that torchrun's agent sets for its workers, besides those that start with TORCHELASTIC_. Our own agent and
+# its workers would take a wrong rank or port from those that an outer torchrun has set.
 _AGENT_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -50,7 +48,7 @@ _AGENT_VARIABLES = (
 
 
 class WorkersEnd(NamedTuple):
-    """How the workers have ended. reason: of the one that failed first, empty if none has."""
+    """How the workers have ended. reason: the message of the first worker that failed, empty if none has."""
 
     status: int
     reason: str
@@ -66,70 +64,70 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
 
     Args:
         argv: the arguments after the program's name; the workers get the same.
-        worker: what python is given before them.
+        worker: python's arguments before them.
     Returns:
-        None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
-        the one in errors.ENDINGS if a signal ended the run, or 0.
+        None if this process is a worker and should continue, otherwise the status to exit with: the first failed
+        worker's, the one in errors.ENDINGS if a signal ended the run, or 0.
     Raises:
-        UserError: more processes are requested than there are visible GPUs, or their number differs from torchrun's.
+        UserError: more processes are requested than GPUs are visible, or their number differs from torchrun's.
     """
-    if not _is_lone_by_default(argv):
-        _check_started_by_another(config)
+    if not _is_single_by_default(argv):
+        _check_torchrun_processes(config)
     else:
-        processes, reason = _processes_wanted(config)
+        processes, reason = _num_processes(config)
         if processes > 1:
-            return _start(processes, reason, [*worker, *argv], config).status
+            return _start(processes, reason, [*worker, *argv]).status
     _end_with_parent()
     return None
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
-    """Start the workers, even a single one, and wait for them, so that nothing of the run stays in this process.
+    """Start the workers, even a single one, and wait for them. This process keeps no memory or state of the run.
 
-    Args and Raises: as for `relaunch_if_needed`.
+    See `relaunch_if_needed` for the arguments and errors.
     """
-    processes, reason = (1, "") if config.is_preview else _processes_wanted(config)
-    return _start(processes, reason, [*WORKER, *argv], config)
+    processes, reason = (1, "") if config.is_preview else _num_processes(config)
+    return _start(processes, reason, [*WORKER, *argv])
 
 
-def _start(processes: int, reason: str, words: list[str], config: TrainConfig) -> WorkersEnd:
-    # Where the processes meet: torch's own socket would listen on every interface.
-    with socket.create_server(("localhost", 0)) as meeting_point:
+def _start(processes: int, reason: str, words: list[str]) -> WorkersEnd:
+    # The store's socket is opened here, since torch's own would listen on every interface.
+    with socket.create_server(("localhost", 0)) as server_socket:
         if processes > 1:  # print and not the logger, which is set up in the workers
             print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, words, meeting_point)
+        return _run_workers(processes, words, server_socket)
 
 
 def is_started_by_others() -> bool:
-    """Whether torchrun, or somebody else, has made this process one rank of a run."""
+    """Whether torchrun or another program has started this process as one rank of a run."""
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
 # --- how this process was started ---
 
 
-def _is_lone_by_default(argv: list[str]) -> bool:
-    """Whether this process is the only one of the run, though nobody asked for a single one."""
-    others = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+def _is_single_by_default(argv: list[str]) -> bool:
+    """Whether this process is the only one of the run, and no number of processes was requested from torchrun."""
+    is_one_of_several = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return not others and not (by_torchrun and _torchrun_was_told_processes(argv))
+    return not is_one_of_several and not (by_torchrun and _torchrun_has_nproc(argv))
 
 
-def _torchrun_was_told_processes(argv: list[str]) -> bool:
-    """Whether torchrun was given a number of processes; its workers cannot tell this from WORLD_SIZE=1."""
+def _torchrun_has_nproc(argv: list[str]) -> bool:
+    """Whether torchrun was given a number of processes. In a worker's environment a 1 looks like the default."""
     if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
         return True
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return True  # no /proc: keep the single process that torchrun started
-    # Parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. In ARGV the same flag is ours.
+    # The parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. The same flag in ARGV is ours.
     torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
-    # torchrun's parser takes abbreviations; no other option of it starts with --np.
+    # torchrun accepts abbreviations; no other option of it starts with --np.
     return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
 
 
-def _check_started_by_another(config: TrainConfig) -> None:
+def _check_torchrun_processes(config: TrainConfig) -> None:
     """Refuse a number of processes that differs from torchrun's."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
@@ -142,16 +140,16 @@ def _check_started_by_another(config: TrainConfig) -> None:
         )
 
 
-def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
-    """The number of processes on this machine, and the reason in words."""
+def _num_processes(config: TrainConfig) -> tuple[int, str]:
+    """The number of processes on this machine, and the reason for it."""
     requested = config.nproc_per_node
     if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
         raise UserError(
             f"{requested} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs its own GPU."
         )
     if requested >= 1:
-        return requested, "as asked for"
+        return requested, "as requested"
     return 1 if config.device == "cpu" else max(1, _visible_gpus()), "one per visible GPU"
 
 
@@ -161,12 +159,12 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-# --- torch in a process of ours ---
+# --- torch in this program's processes ---
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import torch without the collector: its walks over torch's modules, none of them garbage, are a sixth."""
+    """Import torch in the block without garbage collection, which takes a sixth of the time and frees nothing."""
     gc.disable()
     try:
         yield
@@ -177,7 +175,7 @@ def importing() -> Iterator[None]:
 
 def set_torch_variables() -> None:
     """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
-    # Steps and prompts differ in length, and would fragment fixed segments. bitsandbytes initializes CUDA on import.
+    # Lengths differ between steps, which fragments fixed segments. Set before imports: bitsandbytes initializes CUDA.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # We report a lost rank in one sentence; torch would add pages of C++ frames.
@@ -187,7 +185,7 @@ def set_torch_variables() -> None:
 # --- the launcher ---
 
 
-def _run_workers(processes: int, words: list[str], meeting_point: socket.socket) -> WorkersEnd:
+def _run_workers(processes: int, words: list[str], server_socket: socket.socket) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -195,15 +193,15 @@ def _run_workers(processes: int, words: list[str], meeting_point: socket.socket)
 
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
-            port = meeting_point.getsockname()[1]
+            port = server_socket.getsockname()[1]
             launch = _launch_config(processes, port=port, folder=folder)
             # The agent opens a server at this port too; multi_tenant makes it share this one.
-            descriptor = meeting_point.detach()
+            descriptor = server_socket.detach()
             server = TCPStore("localhost", port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
             try:
                 elastic_launch(launch, sys.executable)(*words)
             finally:
-                del server  # as long as the workers may need it
+                del server  # not earlier: the workers use it
     except ChildFailedError as error:
         rank, exit_code, reason = _cause(error.failures)
         return WorkersEnd(_report_failure(rank, exit_code, reason), reason)
@@ -216,7 +214,7 @@ def _run_workers(processes: int, words: list[str], meeting_point: socket.socket)
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the environment for the workers; then restore it, and pass a final ending on to an outer torchrun."""
+    """Prepare the workers' environment; at the end restore it, and forward a final ending to an outer torchrun."""
     before, note = dict(os.environ), Path(folder) / "end.json"
     try:
         _prepare_environment()
@@ -237,7 +235,7 @@ def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.store.connect`
+        run_id=secrets.token_hex(16),  # prefix of the keys in the store, see `distributed.store.connect`
         rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
         rdzv_endpoint=f"localhost:{port}",
         rdzv_configs={"rank": 0},
@@ -250,7 +248,7 @@ def _launch_config(processes: int, *, port: int, folder: str) -> "LaunchConfig":
 
 def _prepare_environment() -> None:
     """Set up the environment that the workers inherit."""
-    os.environ.pop(_LAUNCHER_PID, None)  # of a worker that has started this launcher
+    os.environ.pop(_LAUNCHER_PID, None)  # inherited if a worker has started this launcher
     _end_with_parent()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, _stop_with_workers)
@@ -261,7 +259,11 @@ def _prepare_environment() -> None:
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
-    _let_workers_find_us()
+    # `-m fsdp_qlora` must find this package from any folder, and nothing else in the folder that it is started in.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    root = str(Path(__file__).resolve().parents[3])
+    if root not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     # As torchrun does: several processes with a thread per core each would compete.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The agent logs each failed or stopped worker; our one line replaces that.
@@ -270,30 +272,22 @@ def _prepare_environment() -> None:
     elastic.propagate = False
 
 
-def _stop_with_workers(number: int, frame: FrameType | None) -> None:
-    """Ctrl-Z: stop the workers, which are in sessions of their own, and this process; `fg` and `bg` continue all."""
+def _stop_with_workers(signum: int, frame: FrameType | None) -> None:
+    """On Ctrl-Z, stop this process and the workers, which have sessions of their own; `fg` and `bg` continue all."""
     workers = psutil.Process().children()
     for worker in workers:
         worker.suspend()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)  # until SIGCONT
-    signal.signal(number, _stop_with_workers)
+    signal.signal(signum, signal.SIG_DFL)
+    signal.raise_signal(signum)  # returns after SIGCONT
+    signal.signal(signum, _stop_with_workers)
     for worker in workers:
         worker.resume()
-
-
-def _let_workers_find_us() -> None:
-    """Let `-m fsdp_qlora` find this package from any folder, and nothing else in the folder that it is started in."""
-    os.environ["PYTHONSAFEPATH"] = "1"
-    ours = str(Path(__file__).resolve().parents[3])
-    if ours not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
 
 
 def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
     """Rank, exit code and reason of the worker that most likely failed first.
 
-    Workers that fail as a consequence may fail in the same second. Bad input (2) is never a consequence; a signal
+    Other workers may fail in the same second as a consequence. Exit code 2 (bad input) is never a consequence; a signal
     often is.
     """
 
@@ -302,7 +296,7 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
         return failure.timestamp, failure.exitcode != 2, failure.exitcode < 0
 
     rank = min(failures, key=order)
-    message: Any = failures[rank].message  # what errors.note_reason left, or torch's own words
+    message: Any = failures[rank].message  # written by errors.note_reason, or torch's own text
     return rank, failures[rank].exitcode, message["message"] if isinstance(message, dict) else str(message)
 
 
@@ -311,8 +305,8 @@ def _report_failure(rank: int, exit_code: int, reason: str) -> int:
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
-        who, why = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
-        message, status = f"{who} with exit code {exit_code}; the {why} is above.", exit_code
+        event, cause = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
+        message, status = f"{event} with exit code {exit_code}; the {cause} is above.", exit_code
     else:
         message, status = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
         if -exit_code == signal.SIGKILL:
@@ -321,11 +315,11 @@ def _report_failure(rank: int, exit_code: int, reason: str) -> int:
     return status
 
 
-# --- the end of what an agent has started ---
+# --- workers whose parent is killed ---
 
 
 def _end_with_parent() -> None:
-    """End this process soon after its launcher or torchrun has died without ending it, as by SIGKILL."""
+    """End this process soon after its launcher or torchrun has died without ending it, such as by SIGKILL."""
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -333,7 +327,7 @@ def _end_with_parent() -> None:
 
 
 def _watch(parent: int) -> None:
-    """Send this process SIGTERM, which saves and ends, within a second; end it if that takes long."""
+    """When the parent has ended, send this process SIGTERM, so that it saves and ends; after 30 s end it at once."""
     while os.getppid() == parent:
         time.sleep(1)
     with contextlib.suppress(OSError):

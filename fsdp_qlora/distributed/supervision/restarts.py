@@ -1,8 +1,8 @@
 """Prevents pointless restarts by torchrun.
 
-torchrun restarts all workers after any failure, up to --max-restarts times. An exit that would only be repeated is
-recorded in torchrun's own store, which outlives the workers, and the next attempt exits at once. If torchrun's worker
-is a launcher, its own workers record the exit in a file, and the launcher forwards it.
+torchrun restarts all workers after any failure, up to --max-restarts times. A final ending, which a restart would only
+repeat, is recorded in torchrun's own store, which outlives the workers, and the next attempt exits at once. If
+torchrun's worker is a launcher, its own workers record the ending in a file, and the launcher forwards it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def is_unattended() -> bool:
 
 
 def record_exit(ending: Ending, message: str) -> None:
-    """Record a final ending, so that torchrun's next attempt exits at once."""
+    """Record a final ending, so that torchrun's next attempt exits at once. Other endings are not recorded."""
     if not ending.is_final:
         return
     note = json.dumps([ending.exit_code, message.splitlines()[0]])
@@ -44,20 +44,20 @@ def record_exit(ending: Ending, message: str) -> None:
 
 
 def forward_exit(file: Path) -> None:
-    """Record the final ending of a launcher's workers, if they have left one, for torchrun's next attempt."""
+    """Record the final ending in a launcher's file, if there is one, for torchrun's next attempt."""
     with contextlib.suppress(OSError):
         _store(file.read_text())
 
 
 def _store(note: str) -> None:
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
-        with contextlib.suppress(Exception):  # torchrun may have ended; then nothing restarts
+        with contextlib.suppress(Exception):  # torchrun may have ended; then it restarts nothing
             if store := _agent_store():
                 store.set(_KEY, note)
 
 
 def previous_exit() -> tuple[int, str] | None:
-    """(exit status, message) of a previous attempt that ended for good, None if there is none."""
+    """(exit status, message) of a previous attempt's final ending, None if there is none."""
     with contextlib.suppress(Exception):
         if is_restart() and (store := _agent_store()) and store.check([_KEY]):
             code, message = json.loads(store.get(_KEY))
@@ -66,7 +66,7 @@ def previous_exit() -> tuple[int, str] | None:
 
 
 def _agent_store() -> "Store | None":
-    """torchrun's own store; None where the ranks use rank 0's, which ends with it, as with a fixed port."""
+    """torchrun's own store; None if the ranks use a store of rank 0, which ends with it (with a static rendezvous)."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch.distributed import PrefixStore, TCPStore

@@ -1,7 +1,7 @@
-"""Why and when a run stops or saves: signals, budgets and the clock, agreed on by all ranks once per step.
+"""Signals, budgets and the clock: when a run stops or saves, agreed on by all ranks once per step.
 
-A signal may reach only one rank, and ranks are at different points when it does. So in training a rank only records it
-and sends it to the others with the numbers exchanged in every step; all act on it after the same step.
+A signal may reach only one rank, at any point. So in training a rank only records it and sends it to the others with
+the numbers that are exchanged in every step; all act on it after the same step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError
 
-if TYPE_CHECKING:  # torch is imported while signals are handled already
+if TYPE_CHECKING:  # signals must be handled before torch is imported, which takes seconds
     import torch
 
 
 class Stop(NamedTuple):
-    """state: a key of errors.ENDINGS."""
+    """A request to stop. state: a key of errors.ENDINGS."""
 
     state: str
     reason: str
 
 
-# Ranks send each other the index; the highest one counts.
+# Ranks exchange the index; the highest one counts.
 STOPS = (
     None,
     Stop("over_budget", "--max_hours is used up"),
@@ -40,73 +40,74 @@ STOPS = (
     Stop("preempted", "SIGTERM"),
     Stop("interrupted", "SIGINT"),
 )
-_OF_SIGNAL: dict[int, int] = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
-NUM_FLAGS = 4  # of Control.flags
+_STOP_OF_SIGNAL: dict[int, int] = {signal.SIGUSR1: 2, signal.SIGHUP: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+NUM_FLAGS = 4  # the length of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
-_END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # signals of a child are its own
+_END_SECONDS = 10.0  # from a signal during a start to the end: threads, such as a download's, may take longer
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a child's signals must not wake this process
 
 
 class Signals:
     """The signals that stop a run, from its start to its end.
 
     Args:
-        ends_process: whether the process ends soon after the run. Until then a signal that is repeated has no effect.
+        ends_process: whether the process ends soon after the run. If so, repeated signals have no effect after the run.
     Attributes:
-        wish: the index in STOPS of the most urgent one that has come, 0 for none.
-        is_starting: False from the first step on, when a signal is a request to stop. Before it ends the start at once.
+        requested: the index in STOPS of the most urgent signal received, 0 for none.
+        is_starting: False from the first step on. Until then a signal ends the start at once; later it requests a stop.
     """
 
     def __init__(self, *, ends_process: bool = False) -> None:
-        self.wish, self.is_starting, self._ends_process = 0, True, ends_process
+        self.requested, self.is_starting, self._ends_process = 0, True, ends_process
         self._process = os.getpid()
         self._interrupted_at: float | None = None
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals in the block, in the main thread (others cannot). May be nested.
+        """Handle the signals in the block. Only the main thread can; blocks may be nested.
 
         Raises:
-            RunStopped: one has come before training began; instead of whatever leaves the block then. It may be an
-                error of torch, in whose dispatch it came, or of a connection that another rank has closed.
+            RunStopped: a signal was received before training began. It replaces any exception that leaves the block,
+                such as an error of torch in whose dispatch it came, or of a connection that another rank has closed.
         """
         is_main = threading.current_thread() is threading.main_thread()
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
-        numbers = [number for number in _OF_SIGNAL if is_main and not (is_nohup and number == signal.SIGHUP)]
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        handled = [signum for signum in _STOP_OF_SIGNAL if is_main and not (is_nohup and signum == signal.SIGHUP)]
+        before = {signum: signal.signal(signum, self._on_signal) for signum in handled}
         try:
             with self._ended_in_time() if is_main else contextlib.nullcontext():
                 yield
         except BaseException as error:
-            stop = STOPS[self.wish]
+            stop = STOPS[self.requested]
             if stop is None or not self.is_starting or isinstance(error, RunStopped):
                 raise
             message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
             raise RunStopped(stop.state, message) from error
         finally:
-            for number, earlier in before.items() if not (self.wish and self._ends_process) else ():
-                signal.signal(number, earlier)
+            for signum, handler in before.items() if not (self.requested and self._ends_process) else ():
+                signal.signal(signum, handler)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process and not self.is_starting and number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)  # a child that a reward function has started, and ends
-            signal.raise_signal(number)
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process and not self.is_starting and signum == signal.SIGTERM:
+            signal.signal(signum, signal.SIG_DFL)  # a child process that a reward function has forked and ends
+            signal.raise_signal(signum)
         now = clock.awake()
-        if number == signal.SIGINT:
+        if signum == signal.SIGINT:
             # A terminal and torchrun may both forward the same Ctrl-C.
             if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
                 os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
                 os._exit(ENDINGS["interrupted"].exit_code)
             self._interrupted_at = self._interrupted_at or now
-        is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[number])
+        is_first, self.requested = not self.requested, max(self.requested, _STOP_OF_SIGNAL[signum])
         if is_first and self.is_starting:
-            raise KeyboardInterrupt  # which no library takes for an error of its own
+            raise KeyboardInterrupt  # libraries catch Exception, and take other errors for their own
 
     @contextlib.contextmanager
     def _ended_in_time(self) -> Iterator[None]:
-        """If a signal comes in the block before training begins, end the process unless the block soon ends.
+        """After a signal before training begins, end the process if the block does not end within _END_SECONDS.
 
-        By a thread, which Python tells of the signal: in C++, as where ranks meet, the main thread calls no handler.
+        A thread reads the signal from Python's wakeup descriptor: while the main thread is in C++, such as in torch's
+        rendezvous, it runs no signal handler.
         """
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -115,7 +116,7 @@ class Signals:
         def end_in_time() -> None:
             with reader:
                 while received := reader.recv(1):
-                    stop = STOPS[_OF_SIGNAL.get(received[0], 0)]
+                    stop = STOPS[_STOP_OF_SIGNAL.get(received[0], 0)]
                     if stop and self.is_starting and not has_ended.wait(_END_SECONDS) and self.is_starting:
                         os._exit(ENDINGS[stop.state].exit_code)
 
@@ -131,9 +132,9 @@ class Signals:
 
 @dataclass
 class Budget:
-    """The time that a run may take.
+    """The time limit of a run.
 
-    used_seconds: by earlier starts. reserve_seconds: the time that the last of them reserved for a step and a save.
+    used_seconds: duration of earlier starts. reserve_seconds: the last start's estimate for a step and a save.
     """
 
     max_hours: float | None = None
@@ -152,17 +153,17 @@ class Budget:
 
 
 class Control:
-    """This rank's request to stop or save, and what all ranks have agreed on.
+    """This rank's request to stop or save, and the decision of all ranks. Rank 0's clock and budget decide for all.
 
     Args:
-        save_seconds: between checkpoints, 0 for none by the clock; started: clock.elapsed() of the run's start.
-            Rank 0's clock and budget decide for all.
-        signals: of this process; none come if it is not given.
+        save_seconds: time between checkpoints, 0 for none by the clock.
+        started: `clock.elapsed()` at the run's start.
+        signals: this process's signals; None for none.
     Attributes:
         heartbeat: the position of the training thread, for the watchdog.
-        stop: why all ranks stop after this step; None to continue.
+        stop: the reason for which all ranks stop after this step; None to continue.
         save: whether all ranks save after this step.
-        is_writing: whether this rank writes a checkpoint in the background. is_written: whether no rank does.
+        is_writing: tells whether this rank writes a checkpoint in the background. is_written: whether no rank does.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Control:
         self._steps, self._saves = clock.Longest(), clock.Longest()
 
     def reserve_seconds(self) -> float:
-        """Time for the rest of this step, another step and a save, with some margin."""
+        """The estimated time of the rest of this step, another step and a save, with a margin."""
         return 2 * self._steps.seconds + 1.5 * self._saves.seconds
 
     def used_seconds(self) -> float:
@@ -193,23 +194,23 @@ class Control:
         return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
-        """This rank's flags for the others: its step, why to stop, whether to save, whether it still writes."""
+        """This rank's flags: its step, the index of its stop request, whether to save, whether it is still writing."""
         if not self.is_rank_0:
-            return [step, self.signals.wish, 0, self.is_writing()]
+            return [step, self.signals.requested, 0, self.is_writing()]
         now = clock.elapsed()
         over_budget = self.budget.is_used_up(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
-        return [step, max(self.signals.wish, over_budget), is_due, self.is_writing()]
+        return [step, max(self.signals.requested, over_budget), is_due, self.is_writing()]
 
     def agree(self, flags: torch.Tensor) -> None:
-        """Decide from the flags of all ranks, [ranks, NUM_FLAGS], as every other rank does.
+        """Decide from the flags of all ranks, [ranks, NUM_FLAGS]. Every rank comes to the same decision.
 
         Raises:
             TrainingError: the ranks are not at the same step.
         """
         steps = flags[:, 0].int().tolist()
         if len(set(steps)) > 1:
-            raise TrainingError(f"The ranks are at different steps, from rank 0 on: {', '.join(map(str, steps))}.")
+            raise TrainingError(f"The ranks are at different steps (ranks 0, 1, ...: {', '.join(map(str, steps))}).")
         stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
         self.stop, self.save, self.is_written = STOPS[int(stop)], save > 0, not writing
         now = clock.awake()

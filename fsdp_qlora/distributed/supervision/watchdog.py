@@ -1,7 +1,8 @@
 """Ends the process when training hangs or another rank has failed, from the thread of this rank's presence.
 
-The training thread may be in a collective that never ends, so the watchdog reports which rank the others wait for,
-writes all threads' stacks to a file, and exits.
+The training thread may wait in a collective that never ends: NCCL and gloo do not notice that a peer hangs, and give up
+only at the group's timeout. So the watchdog reports which rank the others wait for, writes all threads' stacks to a
+file, and exits.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ class Watchdog:
     """Watches this rank's heartbeat and, through its presence, the other ranks during training.
 
     Args:
-        hang_minutes: without a heartbeat before the process ends; 0 for no limit.
-        output_dir: for hang_rank_N.txt.
+        hang_minutes: time without a heartbeat after which the process ends; 0 for no limit.
+        output_dir: the folder of hang_rank_N.txt.
     """
 
     def __init__(self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path) -> None:
@@ -44,7 +45,7 @@ class Watchdog:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
         self._looked_at = time.monotonic()
         self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}", self._check)
-        is_agreed = False  # all ranks end their training; otherwise this rank's silence is to end the others
+        is_agreed = False  # whether all ranks end their training; if not, this rank's silence must end the others
         try:
             yield
             is_agreed = True
@@ -57,7 +58,7 @@ class Watchdog:
                 self.presence.mark_done()
 
     def _check(self) -> None:
-        """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
+        """Check once. The time is taken at the start, so the next check notices a pause during this one."""
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
             self.heartbeat.at = now
@@ -75,7 +76,7 @@ class Watchdog:
         positions = self._gather_positions()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
             bindings = torch._C._distributed_c10d
-            # torch 2.13 has the second only.
+            # torch 2.13 has only the second function.
             dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
             stacks.with_suffix(".json").write_bytes(dump())
         message = _describe_hang(positions, self.ranks.world_size, self.hang_seconds)
@@ -89,49 +90,47 @@ class Watchdog:
         """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few seconds."""
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
-        own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
-        positions = {self.ranks.rank: own}
+        position = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
+        positions = {self.ranks.rank: position}
         end = time.monotonic() + _ANSWER_SECONDS
         with self.presence.using_store() as store:
-            store.set(f"hang/{self.ranks.rank}", json.dumps(own))
+            store.set(f"hang/{self.ranks.rank}", json.dumps(position))
             while len(positions) < self.ranks.world_size and time.monotonic() < end:
                 for rank in set(range(self.ranks.world_size)) - positions.keys():
                     if store.check([f"hang/{rank}"]):
                         positions[rank] = json.loads(store.get(f"hang/{rank}"))
                 time.sleep(0.1)
-        time.sleep(1)  # no rank may end, and the store with it, before all have read it
+        time.sleep(1)  # the store ends with rank 0, so all ranks must have read it first
         return positions
 
 
 def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
-    def position(rank: int) -> tuple[bool, int, int]:
-        own = positions[rank]
-        return own["step"], PHASES.index(own["phase"]), own["is_waiting"]
+    def order(rank: int) -> tuple[bool, int, int]:
+        position = positions[rank]
+        return position["step"], PHASES.index(position["phase"]), position["is_waiting"]
 
-    silent = sorted(set(range(world_size)) - positions.keys())
-    first = min(map(position, positions))
-    late = [rank for rank in sorted(positions) if position(rank) == first]
-    nothing = f"No rank has made progress for {seconds / 60:.3g} minutes"
-    if silent:
-        return (
-            f"{nothing}. Rank {', '.join(map(str, silent))} does not answer: its process or machine is gone or stuck."
-        )
+    problem = f"No rank has made progress for {seconds / 60:.3g} minutes"
+    if silent := sorted(set(range(world_size)) - positions.keys()):
+        silent_ranks = ", ".join(map(str, silent))
+        return f"{problem}. Rank {silent_ranks} does not answer: its process or machine has ended or is stuck."
     places = "; ".join(
-        f"rank {rank} at step {own['step']}, {own['phase']}, in {own['where']}"
-        for rank, own in sorted(positions.items())
+        f"rank {rank} at step {position['step']}, {position['phase']}, in {position['where']}"
+        for rank, position in sorted(positions.items())
     )
+    first = min(map(order, positions))
+    late = [rank for rank in sorted(positions) if order(rank) == first]
     if len(late) == world_size:
-        return f"{nothing}, and all are at the same point: {places}."
-    return f"{nothing}. The others wait for rank {', '.join(map(str, late))}: {places}."
+        return f"{problem}, and all are at the same point: {places}."
+    return f"{problem}. The others wait for rank {', '.join(map(str, late))}: {places}."
 
 
 def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package on a thread's stack, and whether the thread waits in a collective."""
+    """The innermost line of this package on a thread's stack, and whether the thread is in torch.distributed."""
     is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
     package = str(Path(__file__).parents[2])
     while frame is not None and not frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     if frame is None:
-        return "code that is not ours", is_waiting
+        return "other code", is_waiting
     path = Path(frame.f_code.co_filename).relative_to(package)
     return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})", is_waiting
