@@ -24,7 +24,7 @@ import torch
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.train_state import Tensors, TrainState
-from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
+from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.files import FileRecord, read_json, write_hashed_json
@@ -160,9 +160,9 @@ class Saver:
 
     def _fits_in_memory(self) -> bool:
         """Whether the state is large enough for a thread, and the host's memory has room for a copy. Collective."""
-        sizes_and_free = gather_numbers([self.state.num_bytes, psutil.virtual_memory().available], self.ranks.device)
-        sizes, free = sizes_and_free.T
-        return MIN_BACKGROUND_BYTES <= sizes.sum().item() < free.min().item() / 2  # ranks share a machine's memory
+        local = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
+        sizes, free = zip(*map(json.loads, all_gather_strings(local, self.ranks.device)), strict=True)
+        return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2  # ranks of one machine share its memory
 
     def _start(self, save: _Save, failure: _Failure | None = None) -> None:
         """Write this rank's part, in the background in a thread."""

@@ -31,7 +31,7 @@ class Ranks:
         return self.rank == 0
 
     def layout(self, sharding_strategy: str, world_size: int = 0, context_size: int = 1) -> Layout:
-        """The layout of this run, or, with another world_size, of a run on one node."""
+        """The layout of this run, or of a run with another number of ranks on one node."""
         per_node = self.local_world_size if world_size in (0, self.world_size) else world_size
         return Layout(world_size or self.world_size, per_node, sharding_strategy, context_size)
 

@@ -300,7 +300,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank(monkeypatch):
         threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True).start()
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port := other.getsockname()[1]))
-        monkeypatch.setattr(store, "_TO_ANSWER", datetime.timedelta(seconds=1))
+        monkeypatch.setattr(store, "_ANSWER_TIMEOUT", datetime.timedelta(seconds=1))
         with pytest.raises(
             UserError, match=rf"cannot open its store at localhost:{port} .*in use\. Choose a free port"
         ):
