@@ -1,4 +1,4 @@
-"""Surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
+"""Supervises the training of a run: Guard ends it in order, Recorder keeps metrics, samples and checkpoints."""
 
 import contextlib
 import time
@@ -30,8 +30,11 @@ _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 *
 
 
 class Extras(NamedTuple):
-    """Measurements beside the losses: texts generated at each evaluation, --eval_tasks, and a GPU's memory and
-    speed beside the plan."""
+    """Measurements besides the losses.
+
+    samples: texts generated at each evaluation. measure_tasks: runs --eval_tasks. measured: a GPU's memory and speed,
+    compared with the plan.
+    """
 
     samples: Samples | None = None
     measure_tasks: Callable[..., dict[str, Any]] | None = None
@@ -39,15 +42,15 @@ class Extras(NamedTuple):
 
 
 class Guard:
-    """Ends a rank in order: its status, signals and budget, its watchdog, and words for what goes wrong.
+    """Ends a rank in order: its status, signals, budget and watchdog, and reports of its failures.
 
-    The rule: a rank that fails tells the others why before it closes anything. They wait for seconds only, while
-    closing the mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block,
-    and what takes long to close is in the outermost.
+    A rank that fails must tell the others why before it closes anything: they wait for seconds only, while closing the
+    mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block, and slow
+    closing is done in the outermost.
 
     Attributes:
-        control: for the trainer: whether to stop or save, and its heartbeat.
-        facts, memory: for the report and --profile_memory, from the start on.
+        control: the trainer's requests to stop or save, and its heartbeat.
+        facts, memory: the records for the report and --profile_memory, from the start on.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class Guard:
     ) -> None:
         """
         Args:
-            started: when this start began, by control.clock. memory_settings: what helps when memory is short.
+            started: `clock.elapsed()` at the beginning of this start.
+            memory_settings: options to advise when memory is exhausted.
         Raises:
             RunStopped: earlier starts of this run have used up its budget.
         """
@@ -99,9 +103,9 @@ class Guard:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Guard the loading of the model: what ends it is put into words, and counts as a start without progress.
+        """Guard the loading of the model: report its errors, and count a failure as a start without progress.
 
-        Of a new run nothing is written, since its folder may still hold another one.
+        A new run writes nothing, since its folder may still hold another one.
         """
         if not self.start.is_new:
             self.status.update()
@@ -113,7 +117,7 @@ class Guard:
     def recording(
         self, state: TrainState, identity: Mapping[str, Any], extras: Extras, *, total_steps: int
     ) -> Iterator["Recorder"]:
-        """Guard the block: training, and saving its result. identity: of the run, for its checkpoints."""
+        """Guard the block, in which the run trains and saves its result. identity: stored in its checkpoints."""
         config, path, is_rank_0 = self.config, self.folder.path, self.ranks.is_rank_0
         self.status.update(total_steps=total_steps)
         self.presence.on_end = self.status.end
@@ -135,20 +139,20 @@ class Guard:
             store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
             closed_last.enter_context(contextlib.closing(saver))
-            closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes
+            closed_last.push(self._report)  # called first: the mirror's last copy may take minutes
             self.facts.mark("loading")
             yield Recorder(self, saver, metrics, mirror, extras)
         self.status.end("finished", None)
 
     def _report(self, error: object, *_: object) -> None:
-        """Write the report, however the run has ended."""
+        """Write the report, for every kind of ending."""
         self.facts.mark("saving")
         if self.ranks.is_rank_0:
             self.facts.write()
             write_at_end(self.folder.path, state=None if error else "finished")
 
     def _continue_metrics(self) -> None:
-        """Cut metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
+        """Truncate metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
         if not self.ranks.is_rank_0:
             return
         progress = Progress.from_dict(self.start.progress)
@@ -157,12 +161,12 @@ class Guard:
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
 
     def beat_save(self) -> None:
-        """Heartbeat for each tensor written: saving a large state is slow."""
+        """Send a heartbeat. Called for each tensor written, since saving a large state takes long."""
         self.control.heartbeat.beat(self.control.heartbeat.step, "save")
 
 
 class Recorder:
-    """Keeps what training makes: metrics, samples, checkpoints and their mirror (training.loop.Observer)."""
+    """Keeps metrics, samples, checkpoints and their mirror. Implements training.loop.Observer."""
 
     def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras) -> None:
         self.guard, self.saver, self.metrics, self.mirror, self.extras = guard, saver, metrics, mirror, extras
@@ -173,7 +177,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Watch the training in the block for hangs and lost ranks, and profile it if requested."""
         if self.guard.start.saved_step >= 0:
-            self.mirror.copy_later()  # the previous start may have been killed before it was copied
+            self.mirror.copy_later()  # the previous start may have been killed before the copy
         self.facts.mark("loading")
         profiles = self.guard.folder.path / "profiles"
         recorded = profiling(self.config.profile, profiles, self.guard.ranks)
@@ -215,7 +219,7 @@ class Recorder:
         self._keep_status(progress)
 
     def _note_save(self, before: int, save: Callable[[], object]) -> None:
-        """Note how long a save takes, and copy what it publishes. before: the step of the last checkpoint."""
+        """Record how long a save takes, and mirror a new checkpoint. before: the step of the last checkpoint."""
         started = time.monotonic()
         save()
         self.metrics.save_seconds = max(self.metrics.save_seconds, time.monotonic() - started)

@@ -1,5 +1,6 @@
 """The machine, versions and environment variables that a run depends on besides its options, without secrets."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -28,19 +29,17 @@ Facts = dict[str, dict[str, str]]
 
 
 def describe_environment() -> Facts:
-    """Heading -> name -> text. torch is imported; what cannot be found out says why."""
+    """Heading -> name -> text. Imports torch; a value that cannot be determined is replaced by the reason."""
     return {"versions": versions(), "machine": machine(), "GPUs": gpus(), "variables": variables()}
 
 
 def versions() -> dict[str, str]:
-    """The program, Python and the packages that are installed."""
-    found = {"fsdp_qlora": __version__, "python": platform.python_version()}
+    """The versions of this program, Python and the installed packages."""
+    installed = {"fsdp_qlora": __version__, "python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def machine() -> dict[str, str]:
@@ -56,7 +55,7 @@ def machine() -> dict[str, str]:
 
 
 def gpus() -> dict[str, str]:
-    """The GPUs that torch sees, and those that the driver's own program sees, which may differ."""
+    """The GPUs that torch sees, and those that nvidia-smi sees, which may differ."""
     try:
         import torch
         from torch.utils import collect_env
@@ -68,7 +67,7 @@ def gpus() -> dict[str, str]:
             "nvidia-smi sees": collect_env.get_gpu_info(collect_env.run),
             "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         }
-    except Exception as error:  # a broken installation is what is asked about
+    except Exception as error:  # the report must also describe a broken installation
         return {"torch": redact(f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])}
     return {name: text or "nothing" for name, text in facts.items()}
 

@@ -1,4 +1,4 @@
-"""The ways in which a run may end: exceptions, and the exit status of training for each."""
+"""The endings of a run: exceptions, and the exit status of training for each."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """Bad input that one rank alone has met: it tells the others, which end without a message of their own."""
+    """Bad input that only one rank has found. It tells the others, which end without a message of their own."""
 
 
 class TrainingError(RuntimeError):
@@ -30,11 +30,11 @@ class NotFinite(TrainingError):
 
 
 class RolloutError(TrainingError):
-    """A step's prompts were not answered, or a reward function has failed; raised before any weight is updated."""
+    """A step's prompts got no completions, or a reward function has failed; raised before any weight is updated."""
 
 
 class OutOfMemory(TrainingError):
-    """A rank has run out of memory in training. A restart resumes the run, with more recompute if that is left open."""
+    """A rank has run out of memory in training. A restart resumes the run, with more recomputation if that is auto."""
 
 
 class LostRank(RuntimeError):
@@ -46,14 +46,14 @@ class Crashed(RuntimeError):
 
 
 class Ending(NamedTuple):
-    """A way in which a run ends. is_final: a restart by torchrun would be pointless or unwanted."""
+    """How a run ends. is_final: torchrun should not restart it."""
 
     state: str
     exit_code: int
     is_final: bool
 
 
-# By name, as in status.json. 75 is EX_TEMPFAIL of sysexits.h: try again later.
+# The names are those in status.json. 75 is EX_TEMPFAIL of sysexits.h: try again later.
 ENDINGS = {
     ending.state: ending
     for ending in (
@@ -72,7 +72,7 @@ ENDINGS = {
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start now.
+    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start at present.
 
     Args:
         state: a key of ENDINGS.
@@ -84,7 +84,7 @@ class RunStopped(Exception):
 
 
 def how_it_ends(error: Exception) -> Ending:
-    """The ending for an error, which decides the exit status and whether torchrun may restart the run."""
+    """The ending for an error: the exit status, and whether torchrun may restart the run."""
     if isinstance(error, RunStopped):
         return error.ending
     if isinstance(error, UserError):
@@ -96,21 +96,21 @@ def how_it_ends(error: Exception) -> Ending:
 
 @contextlib.contextmanager
 def paths_refused() -> Iterator[None]:
-    """Take the system's refusal of a name that no file can have for bad input, wherever the name is used first."""
+    """Raise UserError if the block uses a path that no file can have."""
     try:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            raise UserError(f"{error.filename}: the name is longer than that of any file.") from error
+            raise UserError(f"{error.filename}: the name is too long for a file. Give a shorter one.") from error
         if "embedded null" in str(error):
-            raise UserError("A path has a null character, which is in no file's name.") from error
+            raise UserError("A path has a null character, which no file name can have.") from error
         raise
 
 
 def print_error(error: Exception) -> None:
     """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
 
-    A stop is the same for all ranks, so only the first rank of a machine prints it.
+    A stop is the same for all ranks, so only the first rank of each machine prints it.
     """
     if getattr(error, "is_printed", False):
         return
@@ -124,14 +124,14 @@ def print_error(error: Exception) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write to stderr on a new line: on a terminal, some process may be showing a progress bar."""
+    """Write a line to stderr. On a terminal it first clears a progress bar, which another process may be showing."""
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
 
 
 def note_reason(message: str) -> None:
-    """Leave the reason of this process's end to torchrun, in the form of its `record`, which would import torch."""
+    """Record the reason of this process's end for torchrun. torch's own `record` would import torch."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # torchrun shows it for the traceback
+        about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # torchrun prints it as the traceback
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

@@ -1,4 +1,4 @@
-"""Files and folders written atomically, also across a power cut; free disk space; fingerprints; what is a folder."""
+"""Atomic and durable writing of files and folders, free disk space, fingerprints, and checks of folder names."""
 
 import contextlib
 import hashlib
@@ -16,11 +16,10 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
 
 PARTIAL = ".partial"
-_HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
+_HEAD_BYTES = 2**20  # contains the names, types and shapes of all tensors of a usual file
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_CHUNK_BYTES = 2**22
-_LEFT_SECONDS = 3600.0  # after which nobody writes to a partial file any more
-_URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
+_STALE_SECONDS = 3600.0  # a partial file not changed for so long has no writer any more
+_URLS = ("s3", "gcs", "gs", "az", "sftp")  # fsspec's file systems that can be written to
 
 
 class FileRecord(NamedTuple):
@@ -32,16 +31,13 @@ class FileRecord(NamedTuple):
 
 def record_of(path: Path) -> FileRecord:
     """The size and hash of a file."""
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, would survive a power cut."""
+    """Wait until a file's content, or a folder's entries, are on disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,19 +54,19 @@ def flush_files(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
+    """A path to write to. At the end of the block it replaces `path`: readers see the old file or the new one.
 
-    After a failure nothing of it is left; what a kill has left a writer removes an hour later. The last of several
-    writers wins: each has a name of its own.
+    After a failure the partial file is deleted; that of a killed process is deleted by a writer an hour later. If
+    several processes write the same file, each has its own partial file, and the last one wins.
     """
     with contextlib.suppress(OSError):
-        for left in path.parent.iterdir():
-            if is_partial(left.name, path.name) and left.stat().st_mtime < time.time() - _LEFT_SECONDS:
-                left.unlink(missing_ok=True)
+        for stale in path.parent.iterdir():
+            if is_partial(stale.name, path.name) and stale.stat().st_mtime < time.time() - _STALE_SECONDS:
+                stale.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
-        flush(partial)
+        flush(partial)  # before the rename: file systems may write the new name to disk before the content
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -79,7 +75,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def refusal_named(option: str, path: object) -> Iterator[None]:
-    """Raise UserError where the system refuses to write, in the block, what an option names."""
+    """Raise UserError if the block cannot write the path that an option names."""
     try:
         yield
     except OSError as error:
@@ -87,16 +83,16 @@ def refusal_named(option: str, path: object) -> Iterator[None]:
 
 
 def is_partial(name: str, of: str) -> bool:
-    """Whether a name is that of a file `of` that was not written to its end."""
+    """Whether a name is that of a partial file that `staged_file` makes for `of`."""
     return re.fullmatch(rf"\.{re.escape(of)}\.[0-9a-f]{{16}}{re.escape(PARTIAL)}", name) is not None
 
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """An empty folder to fill. At the end of the block it becomes `target`; after a failure nothing of it remains.
+    """An empty folder to fill. At the end of the block it becomes `target`; after a failure it is deleted.
 
     Args:
-        target: absent or empty.
+        target: a folder that does not exist or is empty.
     """
     staging = target.with_name(f"{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
@@ -112,19 +108,21 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 def publish_folder(staging: Path, target: Path) -> None:
     """Rename a folder, whose files have been flushed, to its final name, durably."""
+    # fsync in this order: the files (by the caller), then the entries of the folder, then the rename, then the parent's
+    # entry. Otherwise a power cut may leave the final name with empty or missing files (man 2 fsync).
     flush(staging)
     os.rename(staging, target)
     flush(target.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file atomically; secrets are removed."""
+    """Replace a JSON file atomically. Secrets are removed from its content."""
     with staged_file(path) as partial:
         partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
 
 
 def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Write and flush a JSON file of one line; returns its size and hash."""
+    """Write and flush a JSON file of one line. Returns its size and hash."""
     text = json.dumps(content, allow_nan=False).encode()
     path.write_bytes(text)
     flush(path)
@@ -149,7 +147,7 @@ def free_disk(folder: Path) -> int:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why a folder, which need not exist yet, cannot be written to; None where it can. Nothing is made."""
+    """Explain why a folder, which need not exist yet, cannot be written to; None if it can. Creates nothing."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file"
@@ -158,22 +156,22 @@ def why_not_writable(folder: Path) -> str | None:
 
 def cache_folder() -> Path:
     """The folder kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
-    if given := os.environ.get("FSDP_QLORA_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("FSDP_QLORA_CACHE"):
+        return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
     except RuntimeError as error:  # a user without a home, as in some containers
-        raise UserError("No cache folder: this user has no home. Name one in FSDP_QLORA_CACHE.") from error
+        raise UserError("No cache folder: this user has no home. Set FSDP_QLORA_CACHE to a folder.") from error
 
 
-# --- recognizing a file's content without reading all of it ---
+# --- identifying a file's content without reading all of it ---
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
     """A hash of the files' names, sizes, beginnings and samples of their content.
 
-    Paths and times do not count: a copy on another machine is the same base. Training changes every weight, so the
-    samples distinguish a base from a further trained version of it.
+    Paths and times do not count: a copy on another machine has the same fingerprint. Training changes every weight, so
+    the samples distinguish a base model from a further trained version of it.
     """
     digest = hashlib.sha256()
     for path in sorted(set(files), key=lambda path: path.name):
@@ -186,7 +184,7 @@ def file_identity(path: Path, *, samples: int) -> list[object]:
     """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
 
     A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
-    file is a link to a blob named by the hash of its content, which is sufficient.
+    file is a link to a blob whose name is a hash of its content; then that name replaces the time and the hash.
     """
     real = path.resolve()
     stat = real.stat()
@@ -200,7 +198,7 @@ def file_identity(path: Path, *, samples: int) -> list[object]:
 
 
 def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
-    """Add to a hash a file's beginning and `samples` pages spread evenly over it."""
+    """Add a file's beginning and `samples` pages, evenly spread over it, to a hash."""
     last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
     with path.open("rb") as file:
         digest.update(file.read(head_bytes))
@@ -210,37 +208,37 @@ def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> 
 
 
 # --- folders of this machine, URLs and rclone remotes ---
-# Messages show nothing of a refused value: it may contain a password.
+# Messages do not quote a refused value: it may contain a password.
 
 
 def mirror_error(target: str) -> str | None:
-    """Why --mirror cannot be used; None if it may be."""
+    """Explain what is wrong with the value of --mirror; None if it can be used."""
     kind, _, rest = target.partition(":")
     if kind == "rclone":
         return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
     if kind == "hf":
-        is_named = is_repository(rest.removeprefix("//"))
-        return None if is_named else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+        is_valid = is_repository(rest.removeprefix("//"))
+        return None if is_valid else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
     return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
 
 
 def is_repository(name: str) -> bool:
-    """Whether this is a repository's name on the hub, OWNER/NAME."""
+    """Whether a name has the form of a repository on the hub, OWNER/NAME."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 
 def folder_error(option: str, text: str) -> str | None:
-    """Why an option that names a folder of this machine cannot be `text`; None if it may be."""
+    """Explain why `text` is not the name of a local folder, for the message of an option; None if it is."""
     if ":" not in text.partition("/")[0]:
         return None
     return (
-        f"--{option} is no folder of this machine: one with a colon in its name is given as ./NAME. Copies elsewhere "
-        f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
-        "rclone:REMOTE:PATH (a remote of rclone)."
+        f"--{option} must be a local folder (write a name with a colon as ./NAME). For copies in another place use "
+        f"--mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
+        "rclone:REMOTE:PATH (an rclone remote)."
     )
 
 
 def refuse_bad_folder(option: str, text: str) -> None:
-    """Raise the UserError of `folder_error`."""
+    """Raise UserError if `text` is not the name of a local folder."""
     if error := folder_error(option, text):
         raise UserError(error)

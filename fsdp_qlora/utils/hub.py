@@ -1,4 +1,4 @@
-"""Models and datasets on the Hugging Face hub: reachability, reasons for failures, and a model's files."""
+"""Models and datasets on the Hugging Face hub: reachability, reasons for failures, and downloads."""
 
 import logging
 import os
@@ -18,49 +18,50 @@ from fsdp_qlora.utils.text import first_line
 log = logging.getLogger("fsdp_qlora")
 
 Once = Callable[[Callable[[], str], str], str]
-"""Calls a function that downloads, described in words, on one rank of the machine; see `store.once_per_machine`."""
+"""Calls a download function, with its name for messages, on one rank of the machine. See `store.once_per_machine`."""
 
 HUB_TIMEOUT_SECONDS = 10
-# Copies of the weights in other layouts, which some repositories have in addition to the usual files.
+# Copies of the weights in other formats, which some repositories have in addition to the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _WEIGHTS = ["*.safetensors"]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
-# The first row that matches an error applies.
+# The first matching row applies.
 _REASONS: dict[type[Exception], str] = {
     GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with `hf auth login` "
     "or set HF_TOKEN",
-    RepositoryNotFoundError: "the hub has none of this name that this login may see: check the spelling, or set "
+    RepositoryNotFoundError: "the hub has none of this name that your login may see: check the spelling, or set "
     "HF_TOKEN if it is private",
-    HFValidationError: "no name on the hub is written like this",
+    HFValidationError: "it is not a valid name on the hub",
 }
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a word has the form owner/name and does not look like a path to a file."""
+    """Whether a name has the form owner/name and does not look like a path to a file."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(r"\.[A-Za-z]\w*$", name)
 
 
 def is_here(model: str) -> bool:
-    """Whether a model is a path here, or in the hub's cache."""
+    """Whether a model is a local path, or in the hub's cache."""
     cached = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
     return Path(model).expanduser().exists() or isinstance(cached, str)
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
-    """Ask once, with a short timeout, whether a model or dataset exists; return the error if not (see `hub_reason`).
+    """Ask the hub once whether a model or dataset exists. Returns the error if not (see `hub_reason`).
 
-    The hub's own downloads retry for 20 s without DNS, and wait forever behind a silent firewall.
+    The timeout is short: the hub's own downloads retry for 20 s without DNS, and wait forever behind a firewall that
+    drops packets.
     """
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
+    except Exception as error:  # the hub's client or its HTTP library, which differs between versions
         return error
     return None
 
 
 def hub_reason(error: Exception) -> str:
-    """Why a model or dataset cannot be obtained from the hub, as the middle of a sentence."""
+    """The reason why a model or dataset cannot be downloaded, as a part of a sentence."""
     for kind, reason in _REASONS.items():
         if isinstance(error, kind):
             return reason
@@ -68,7 +69,7 @@ def hub_reason(error: Exception) -> str:
 
 
 def conversion_advice(model: str) -> str:
-    """A sentence that tells how to convert pickled weights to safetensors."""
+    """Advice for converting pickled weights to safetensors."""
     target = f"{Path(model).name}-safetensors"
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
@@ -87,18 +88,18 @@ def find_model_folder(
     revision: str | None = None,
     once: Once | None = None,
 ) -> Path:
-    """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
+    """The local folder of a model: `model_name` itself, or the hub's snapshot, which is downloaded if needed.
 
-    Local rank 0 downloads while the other ranks of its machine wait; of two runs the hub's client lets one download
-    each file. Interrupted connections resume; after a kill, complete files are kept and the others restart.
+    Local rank 0 downloads while the other ranks of its machine wait. If two runs need the same file, the hub's client
+    downloads it once. Interrupted connections resume; after a kill, complete files are kept.
 
     Args:
-        with_code: download Python files too.
-        is_preview: the weights will not be fetched later, so there need be no room for them.
+        with_weights, with_code: download safetensors files, Python files.
+        is_preview: the weights will not be downloaded later, so no disk space is needed for them.
         revision: a commit of the model on the hub; None for the newest.
         once: lets one rank of a machine download for all; None: this process downloads by itself.
     Raises:
-        UserError: the model cannot be used or had, the same on every rank of a machine.
+        UserError: the model cannot be used or downloaded, the same on every rank of a machine.
         LostRank: raised by `once`: local rank 0 has ended, or the download takes too long.
     """
     folder = Path(model_name).expanduser()
@@ -126,19 +127,19 @@ def download_adapter(name: str) -> Path:
 
 
 def fetch_weights(model_name: str, folder: Path, once: Once) -> None:
-    """Download the weights, of the same commit, to a folder that `find_model_folder` found without them."""
-    if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
+    """Download the weights of the commit in `folder`, which `find_model_folder` has returned without weights."""
+    if not Path(model_name).expanduser().is_dir():  # otherwise the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, once=once)
 
 
 def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, later: list[str]) -> str:
-    """Download the files of these patterns. later: patterns of files that there must be room for too."""
+    """Download the files that match `patterns`. later: patterns of files that must fit on the disk too."""
     refusal: Exception | None = None
     try:
         info = HfApi().model_info(model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
-    except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
+    except Exception as error:  # as in `ask_hub`
         refusal = error
-        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
+        log.info("Looking for a copy of %s on this machine: %s.", model_name, hub_reason(refusal))
     else:
         _check_download(model_name, info, patterns, later)
     return _download(model_name, f"model_name {model_name}: there is no such local folder", patterns, refusal, revision)
@@ -147,7 +148,7 @@ def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, lat
 def _download(
     name: str, problem: str, patterns: list[str], refusal: Exception | None, revision: str | None = None
 ) -> str:
-    """The hub's snapshot with the files of these patterns; only the copy on this machine after a refusal of the hub."""
+    """The hub's snapshot with the files that match `patterns`. After a refusal, use only a copy on this machine."""
     try:
         return snapshot_download(
             name,
@@ -156,13 +157,13 @@ def _download(
             ignore_patterns=_NOT_NEEDED,
             local_files_only=refusal is not None,
         )
-    except Exception as error:  # of the HTTP library, the hub's client or the file system
+    except Exception as error:  # as in `ask_hub`, or the file system's
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
         raise UserError(f"{problem}, and {reason}. Without the hub, give the path of its folder.") from error
 
 
 def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
-    """Refuse pickled weights, and files that do not fit on the disk, before anything is downloaded."""
+    """Refuse pickled weights, and files that do not fit on the disk, before any download."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
     if pickled and not list(filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)):
@@ -178,20 +179,20 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later
             f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
             f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
         )
-    if now := _missing(model_name, info, sizes, patterns):
-        size = sum(sizes[name] for name in now)
+    if names := _missing(model_name, info, sizes, patterns):
+        size = sum(sizes[name] for name in names)
         waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
-        log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(now), size / 2**30, folder, waiting)
+        log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(names), size / 2**30, folder, waiting)
 
 
 def _missing(model_name: str, info: ModelInfo, names: Iterable[str], patterns: list[str]) -> list[str]:
-    """The files of these patterns that are not on this machine."""
-    wanted = filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
-    return [name for name in wanted if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)]
+    """The files that match `patterns` and are not in the hub's cache."""
+    names = filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
+    return [name for name in names if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)]
 
 
 def public_name(model_name: str) -> str:
-    """A model's name for publication: its name on the hub, or its folder's name without the local path."""
+    """A model's name for publication: its name on the hub, or the name of its folder without the local path."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return model_name

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl and other logs of a run: one JSON object each, read without what is damaged."""
+"""The records in metrics.jsonl and other logs of a run: one JSON object per line. Damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ def numbers_in(value: object, name: str = "") -> dict[str, float]:
     """The numbers in a nested value by path: {"memory_gib": {"reserved": [1.5]}} -> memory_gib/reserved/0."""
     if not isinstance(value, (Mapping, list)):
         return {name: value} if isinstance(value, (int, float)) else {}
-    return {
-        path: number
-        for key, item in (value.items() if isinstance(value, Mapping) else enumerate(value))
-        for path, number in numbers_in(item, f"{name}/{key}" if name else str(key)).items()
-    }
+    values: dict[str, float] = {}
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        values |= numbers_in(item, f"{name}/{key}" if name else str(key))
+    return values
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if it cannot be read."""
+    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if the file cannot be read."""
     try:
-        # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
+        # bytes.splitlines(): that of str also splits at U+2028 and others, which may be in JSON's strings.
         lines = path.read_bytes().splitlines()
     except OSError:
         return []

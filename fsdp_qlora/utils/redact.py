@@ -24,9 +24,9 @@ _SECRET_VARIABLE = re.compile(
 _PATTERNS = {
     # Tokens of Hugging Face, AWS and GitHub
     re.compile(r"\bhf_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{16,}"): HIDDEN,
-    # user:password@ in a URL, also where a path has made one slash of two
+    # user:password@ in a URL, also with one slash, as a URL has after pathlib has parsed it
     re.compile(r"(:/{1,2})[^\s/@]+@"): rf"\1{HIDDEN}@",
-    # name=value in a URL's query or in one of rclone's remotes
+    # name=value in a URL's query or in an rclone remote
     re.compile(
         r"((?:(?:secret|passw(?:or)?d|passphrase|credential|(?:api|access|private|account|customer)[_-]?key)[\w-]*"
         r"|(?<![a-z])(?:token|pass|pwd|sig|signature)|(?<=,)key)=)(?:\"[^\"]*\"|'[^']*'|[^\s,:;&'\"]+)",
@@ -69,15 +69,15 @@ def guard_output() -> None:
 
 
 def lost_output() -> OSError | None:
-    """Why a part of what this process printed was lost; None if nothing was."""
+    """The first error with which output of this process was lost; None if nothing was lost."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, _RedactedStream)]
     return next(filter(None, (stream.lost for stream in streams)), None)
 
 
 class _RedactedStream:
-    """A text stream whose writes are redacted one by one, and dropped where nobody reads them any more.
+    """A text stream that redacts each write, and ignores errors of the underlying stream.
 
-    A dead log collector, a closed terminal or a full disk is no reason to end a run. lost: the first such error.
+    A dead log collector, a closed terminal or a full disk must not end a run. lost: the first such error.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -99,7 +99,7 @@ class _RedactedStream:
             yield
         except OSError as error:
             self.lost = self.lost or error
-            if error.errno in (errno.EPIPE, errno.EIO):  # nobody will read it any more, nor what libraries write there
+            if error.errno in (errno.EPIPE, errno.EIO):  # the reader is gone; libraries write to the descriptor too
                 with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())
 
@@ -114,10 +114,11 @@ class _RedactedStream:
 @functools.cache
 def _secrets() -> tuple[str, ...]:
     """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the longest first."""
-    found = {value for name, value in os.environ.items() if is_secret_name(name)}
+    secrets = {value for name, value in os.environ.items() if is_secret_name(name)}
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        found.add(Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip())
+        secrets.add(Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip())
     with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
-        found.update(password for _, _, password in netrc.netrc().hosts.values() if password)
-    found = {value for value in found if len(value) >= _SHORTEST and not os.path.exists(value)}
-    return tuple(sorted(found, key=len, reverse=True))
+        secrets.update(password for _, _, password in netrc.netrc().hosts.values() if password)
+    # A variable such as HF_TOKEN_PATH names a file, which may be shown.
+    usable = (value for value in secrets if len(value) >= _SHORTEST and not os.path.exists(value))
+    return tuple(sorted(usable, key=len, reverse=True))

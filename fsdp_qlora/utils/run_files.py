@@ -1,14 +1,13 @@
 """The names of the files in a run's folder."""
 
 CHECKPOINTS = "checkpoints"
-CARD, RECORD = "README.md", "training.json"  # what a result says of itself
-BEST = "best"  # the adapter of the lowest held-out loss
-ADAPTERS = "rollout_adapters"  # of the versions that a server has answered with last
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"  # of a run that learns from its own answers
+CARD, RECORD = "README.md", "training.json"  # the model card and the training record of a result
+BEST = "best"  # the adapter with the lowest evaluation loss
+ADAPTERS = "rollout_adapters"  # the last adapters that a rollout server has loaded
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"  # the completions of a GRPO run
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
-# Files that a run leaves in its folder; --overwrite_output_dir removes only these.
+# Files that a run leaves in its folder. --overwrite_output_dir removes only these.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",

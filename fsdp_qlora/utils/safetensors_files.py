@@ -1,4 +1,4 @@
-"""Writes safetensors files whose tensors' forms are known in advance, without holding all tensors in memory."""
+"""Writes safetensors files tensor by tensor, or part by part, from dtypes and shapes that are known in advance."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from fsdp_qlora.utils.files import FileRecord, flush
 
-# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
+# The format's names of dtypes: github.com/huggingface/safetensors, README, "Format".
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -21,11 +21,11 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-_FILE_BYTES = 4 * 2**30  # a size that hubs and network disks handle well
+_FILE_BYTES = 4 * 2**30  # hubs and network disks handle files of this size well
 
 
 class TensorForm(NamedTuple):
-    """Dtype and shape of a tensor in a file."""
+    """The dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorForm(NamedTuple):
 
 
 def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file of these tensors, in order, and the offset of each tensor's bytes in the file."""
+    """The header of a file with these tensors, in order, and the offset of each tensor's bytes in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name, form in forms.items():
@@ -48,11 +48,11 @@ def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
 
 
 def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor]) -> FileRecord:
-    """Write and flush a file, a tensor at a time.
+    """Write and flush a file, one tensor at a time.
 
     Args:
-        forms: of the tensors, in the order of `values`.
-        values: on the CPU. All are consumed even if the disk is full, since making one may be a collective.
+        forms: name -> dtype and shape of each tensor, in the order of `values`.
+        values: tensors on the CPU. All are consumed even if the disk is full, since making one may be a collective.
     Raises:
         OSError: the file could not be written; `values` has been consumed.
     """
@@ -63,7 +63,7 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[
         with path.open("wb") as file:
             file.write(header)
             for tensor in values:
-                content = _bytes_of(tensor.contiguous())
+                content = bytes_of(tensor.contiguous())
                 digest.update(content)
                 file.write(content)
         flush(path)
@@ -73,22 +73,23 @@ def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[
     return FileRecord(len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest())
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: numpy before 2.5 does not declare a buffer
     return memoryview(array)
 
 
 class PackedFiles:
-    """A set of safetensors files for the given tensors.
+    """A model's safetensors files, written by several processes.
 
-    One process calls `create`; then any process may `write` parts, and calls `sync` after the last.
+    One process calls `create`; then any process may `write` parts, and calls `sync` after its last part.
     """
 
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
         self._descriptors: dict[Path, int] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
-        self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and where its bytes start
+        self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and the offset of its bytes
         self.folder, self.forms = folder, forms
         self._split = split_state_dict_into_shards_factory(
             dict(forms),
@@ -100,7 +101,7 @@ class PackedFiles:
             self._lay_out(folder / name, tensors)
 
     def _lay_out(self, path: Path, names: list[str]) -> None:
-        # Wide types first, as in safetensors itself: every tensor is then aligned.
+        # Wide dtypes first, as in safetensors itself: then every tensor is aligned.
         forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
         self._headers[path], starts = layout(forms)
         self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
@@ -108,11 +109,11 @@ class PackedFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files together."""
+        """The size of all files together, in bytes."""
         return sum(self._sizes.values())
 
     def create(self) -> None:
-        """Create the files in full size with their headers, and an index if there are several."""
+        """Create the files in full size with their headers, and an index if there are several files."""
         for path, header in self._headers.items():
             with path.open("wb") as file:
                 file.write(header)
@@ -123,8 +124,8 @@ class PackedFiles:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write the bytes of `values`, on the CPU, from byte `start` of the tensor `name`."""
-        buffer = _bytes_of(values)
+        """Write the bytes of `values`, a tensor on the CPU, at byte `start` of the tensor `name`."""
+        buffer = bytes_of(values)
         path, position = self._places[name]
         position += start
         assert start + len(buffer) <= self.forms[name].num_bytes, name

@@ -1,4 +1,4 @@
-"""Text for people: at a terminal, without what a terminal would obey, and with numbers in readable units."""
+"""Text for people: without control characters, of limited length, and with numbers in readable units."""
 
 import logging
 import os
@@ -11,20 +11,20 @@ from tqdm import tqdm
 log = logging.getLogger("fsdp_qlora")
 
 GIB = 2**30
-_COLUMNS = 100  # of a line of the start
-_LONGEST, _SCREEN = 1000, 6000  # characters of a message's line, and of a message
+_COLUMNS = 100  # of the lines that a run prints at its start
+_LONGEST, _SCREEN = 1000, 6000  # most characters of a message's line, and of a message
 
-# C0 and C1 control characters but newline and tab, and halves of surrogate pairs, which no terminal can be given.
+# C0 and C1 control characters except newline and tab, and lone surrogates, which cannot be encoded in UTF-8.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters as escapes such as \x1b: a terminal obeys those, whoever wrote them."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    r"""Replace control characters by escapes such as \x1b: a terminal would obey those in a row or a model's name."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def warn_from_any_rank(text: str) -> None:
-    """Log a warning that only this rank can give. Ranks other than 0 have no log, so they print it to stderr."""
+    """Log a warning about this rank alone. Ranks other than 0 have no log, so they print it to stderr."""
     rank = os.environ.get("RANK", "0")
     if rank == "0":
         log.warning("%s", text)
@@ -33,7 +33,7 @@ def warn_from_any_rank(text: str) -> None:
 
 
 class LineHandler(logging.StreamHandler[Any]):
-    """Writes printable lines; clears the progress bar for each and redraws it below."""
+    """Writes printable lines. The progress bar is cleared for each line and redrawn below it."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -44,14 +44,14 @@ class LineHandler(logging.StreamHandler[Any]):
 
 
 def fit(text: str, path: str = "") -> str:
-    """One line of the screen: a text, cut in its middle, and as much of the end of a path as there is room for."""
+    """Fit a text and the end of a path into one line of the screen. A text that is too long loses its middle."""
     room = max(_COLUMNS - len(text), 0)
     line = text + (path if len(path) <= room else f"...{path[len(path) - room + 3 :]}")
     return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}"
 
 
 def cut(text: str) -> str:
-    """A message of at most about a screen, without the middle of its long lines: it may quote the longest of a file."""
+    """Shorten a message to about a screen, and its long lines to 1000 characters: it may quote a line of a file."""
     return _without_middle("\n".join(_without_middle(line, _LONGEST) for line in text.split("\n")), _SCREEN)
 
 
@@ -66,13 +66,11 @@ def first_line(error: Exception) -> str:
 
 def quiet_libraries() -> None:
     """Suppress libraries' messages that look like failures and are not. Call it before they are imported."""
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that others have loaded
-
-
-def _is_of_use(record: logging.LogRecord) -> bool:
-    """bitsandbytes looks for a faster CPU kernel on the hub when it is imported; its own does."""
-    return "Failed to load CPU gemm_4bit_forward" not in record.msg
+    # On import bitsandbytes looks for a faster CPU kernel on the hub. Its own kernel is sufficient.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+        lambda record: "Failed to load CPU gemm_4bit_forward" not in record.msg
+    )
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that it has not loaded itself
 
 
 def format_bytes(count: float) -> str:
