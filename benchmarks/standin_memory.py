@@ -285,7 +285,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     ranks = plan.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
     number, offload = plan.step.recomputing, config.use_activation_cpu_offload
-    wrap_blocks(plan.meta.model, number=number, offload=offload)
+    wrap_blocks(plan.meta.model, num_blocks=number, offload=offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)

@@ -265,8 +265,8 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 def check_model(config: TrainConfig, meta: MetaModel) -> None:
     """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
     if config.adapter:
-        adapter, own = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
-        check_fits(adapter, meta.model, own=own, declared_base=config.base_name, init=config.init_lora_weights)
+        adapter, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
+        check_fits(adapter, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
     if config.kind.quantizer:
         checks.check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
 

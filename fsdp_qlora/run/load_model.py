@@ -78,7 +78,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
             layer computed unsharded.
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
-    wrap_blocks(model, number=plan.step.recomputing, offload=config.use_activation_cpu_offload)
+    wrap_blocks(model, num_blocks=plan.step.recomputing, offload=config.use_activation_cpu_offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)

@@ -1,10 +1,10 @@
-"""Host memory beside a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded activations.
+"""Host memory for a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded activations.
 
-torch rounds pinned memory up to a power of two per tensor, which adds 12% to the shards of a 70B model and 70% to those
-of a 13B model. Here ordinary pages are mapped once and registered with CUDA, without rounding. A tensor that is a view
-of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
+torch's allocator rounds each pinned tensor up to a power of two, so that freed blocks fit later requests: this adds 12%
+to the shards of a 70B model and 70% to those of a 13B model. Here ordinary pages are mapped once and registered with
+CUDA, without rounding. A view of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
 
-torch's own allocator does without rounding only since 2.13 (`pinned_max_round_threshold_mb`), and 2.11 is supported.
+torch's own allocator can avoid the rounding only since 2.13 (`pinned_max_round_threshold_mb`), and 2.11 is supported.
 Registering has not run on a GPU yet; on a CPU the same arena is used without it.
 """
 
@@ -18,12 +18,12 @@ import torch
 
 log = logging.getLogger("fsdp_qlora")
 
-_MUCH = 18 * 2**30  # bytes
-_ALIGNMENT = 64  # bytes, for each part: best for the widest vector instructions
+_SLOW_BYTES = 18 * 2**30  # pinning so much takes long enough to announce it
+_ALIGNMENT = 64  # bytes, for each part: the width of AVX-512 loads
 
 
 class _Pinned(mmap.mmap):
-    """Pages registered with CUDA, unregistered before they are unmapped: the address may be used again."""
+    """Pages registered with CUDA. They are unregistered before they are unmapped, since the address may be reused."""
 
     pointer: int = 0
 
@@ -33,44 +33,43 @@ class _Pinned(mmap.mmap):
 
 
 def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded weights") -> list[torch.Tensor]:
-    """One allocation cut into aligned, zeroed uint8 parts of the given sizes in bytes.
+    """Make one allocation and split it into aligned, zeroed uint8 parts.
 
     Args:
-        what: lies there, for messages.
+        sizes: bytes of each part.
+        what: the content, for messages.
     Raises:
         MemoryError: the memory cannot be allocated or pinned.
     """
     *starts, total = itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    memory = f"{total / 2**30:.1f} GiB of host memory for {what}"
     try:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
-        needed = f"{total / 2**30:.1f} GiB"
-        raise MemoryError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
+        raise MemoryError(f"{memory} cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
-        if total >= _MUCH:
+        if total >= _SLOW_BYTES:
             log.info(
-                "Pinning %.1f GiB of host memory for %s on each rank, which takes seconds to minutes. A container's "
-                "limit must allow it; WSL2 pins at most half of the memory that Windows gives it.",
-                total / 2**30,
-                what,
-            )
+                "Pinning %s on each rank, which takes seconds to minutes. A container's limit must allow it; WSL2 pins "
+                "at most half of the memory that Windows gives it.", memory,
+            )  # fmt: skip
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise MemoryError(
-                f"{total / 2**30:.1f} GiB of host memory for {what} cannot be pinned (CUDA error {status}). "
-                "Free host memory, raise the container's limit, or use more ranks."
+                f"{memory} cannot be pinned (CUDA error {status}). Free host memory, raise the container's limit, or "
+                "use more ranks."
             )
         pages.pointer = arena.data_ptr()
     return [arena[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 class SideStream:
-    """Copies that overlap with the work of the compute stream. On a CPU they are done at once.
+    """Copies that overlap with the work of the compute stream. On a CPU they are synchronous.
 
-    Memory is allocated on the compute stream, so what is freed must not be in use here any more: the compute stream
-    waits for the copy first. The compute stream is the one that is current when this is made: what frees memory may run
-    where another one is current, such as a `__del__` in autograd's or FSDP2's code.
+    Memory is allocated on the compute stream, which may reuse it as soon as it is freed. So before memory is freed, the
+    compute stream must wait for its copy. The compute stream is the one that is current in `__init__`, since memory may
+    be freed while another one is current, such as by `__del__` in autograd's or FSDP2's code.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +78,7 @@ class SideStream:
         self.compute = torch.cuda.current_stream(device) if on_gpu else None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-        """Copy here, after all that the compute stream has been given so far; returns the end of the copy."""
+        """Copy after all work that is queued on the compute stream. Returns an event at the end of the copy."""
         if self.stream is None or self.compute is None:
             target.copy_(source)
             return None
@@ -89,21 +88,21 @@ class SideStream:
         return self.stream.record_event()
 
     def finish(self) -> None:
-        """Let the host wait for all copies."""
+        """Make the host wait for all copies."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def compute_waits(self, event: torch.cuda.Event | None) -> None:
-        """Let the compute stream go on after `event` of this stream only. The host does not wait."""
+        """Make the compute stream wait for an event of this stream. The host does not wait."""
         if event is not None and self.compute is not None:
             self.compute.wait_event(event)
 
 
 class InputStore:
-    """Packs the inputs of all blocks.
+    """Keeps the inputs of all blocks on the host (hooks for `saved_tensors_hooks`).
 
-    An input is copied to the host while its block runs, and comes back while the block after it runs backward. The
-    newest stays on the device: the backward pass begins with it. Host memory is used again from step to step.
+    An input is copied to the host while its block runs forward, and copied back while the next block runs backward. The
+    newest input stays on the device, since the backward pass begins with it. Host memory is reused in later steps.
     """
 
     def __init__(self) -> None:
@@ -112,7 +111,7 @@ class InputStore:
         self._newest: weakref.ref[_Kept] | None = None
 
     def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
-        """Copy a tensor to the host; what is no input of a block, such as a number or a position, is kept as it is."""
+        """Copy a block's input to the host. Other tensors, such as scalars and positions, are kept on the device."""
         if not tensor.is_floating_point() or tensor.dim() < 2:
             return tensor
         self.side = self.side or SideStream(tensor.device)
@@ -124,14 +123,14 @@ class InputStore:
         return kept
 
     def unpack(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
-        """The tensor, once the compute stream gets there; prefetches the one before it."""
+        """The tensor on the device, for use on the compute stream. Also prefetches the previous block's input."""
         if isinstance(kept, torch.Tensor):
             return kept
         tensor = kept.prefetch()
         kept.side.compute_waits(kept.copied)
         if kept.before is not None and (before := kept.before()) is not None:
             before.prefetch()
-        kept.on_device = None  # autograd has it now
+        kept.on_device = None  # autograd holds it now
         return tensor
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -140,14 +139,14 @@ class InputStore:
             if memory.numel() >= size:
                 return self.free.pop(index)
         assert self.side is not None
-        if self.free:  # too short for now, and so for later
+        if self.free:  # all are too short: replace one
             self.side.finish()
             self.free.pop()
         return split_arena([size], pinned=self.side.stream is not None, what="activations")[0]
 
 
 class _Kept:
-    """A tensor on the host, on the device, or on its way. copied: when the last copy is done."""
+    """A tensor on the host, on the device, or being copied. copied: event at the end of the last copy."""
 
     def __init__(self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None") -> None:
         assert store.side is not None

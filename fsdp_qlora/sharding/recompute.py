@@ -1,4 +1,4 @@
-"""Decoder blocks that recompute, switched between steps, and that compute a reference beside the policy."""
+"""Activation checkpointing of decoder blocks, switched between steps, and a reference pass beside the policy's."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from fsdp_qlora.sharding.host_memory import InputStore
 
 
 class RecomputedBlock(ActivationWrapper):
-    """A decoder block of which only the input is kept for the backward pass, and the rest recomputed.
+    """A decoder block that keeps only its input for the backward pass, and recomputes its activations.
 
-    is_on: if False, everything is kept and nothing is recomputed. Results are the same to the bit.
-    store: where the input is kept on the host; None if it stays on the device.
-    follow: called with this block, its output, and its arguments while its weights are there (`ReferencePass`).
+    is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the bit.
+    store: keeps the input on the host; None if it stays on the device.
+    follow: called with this block, its output and its arguments while its weights are gathered (see `ReferencePass`).
     """
 
     is_on = True
@@ -41,28 +41,28 @@ class RecomputedBlock(ActivationWrapper):
             return block(*args, **kwargs)
         if self.store is None:
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
-        # Inside, the checkpoint's own hooks apply: the store gets the block's inputs alone.
+        # Inside, the checkpoint's own hooks apply: the store gets only the block's inputs.
         with saved_tensors_hooks(self.store.pack, self.store.unpack):
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
-def wrap_blocks(model: nn.Module, *, number: int | None = None, offload: bool) -> None:
-    """Let the first `number` blocks (None for all) recompute; with `offload` their inputs are kept on the CPU."""
+def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
+    """Let the first `num_blocks` blocks (None for all) recompute. With `offload` their inputs are kept on the CPU."""
     blocks, store = find_blocks(model), InputStore()
+    num_blocks = len(blocks) if num_blocks is None else num_blocks
     for index, block in enumerate(blocks):
-        is_offloaded = offload and (number is None or index < number)
-        blocks[index] = RecomputedBlock(block, store if is_offloaded else None)
-    set_recompute(model, len(blocks) if number is None else number)
+        blocks[index] = RecomputedBlock(block, store if offload and index < num_blocks else None)
+    set_recompute(model, num_blocks)
 
 
-def set_recompute(model: nn.Module, number: int) -> None:
-    """Let the first `number` blocks recompute, and the others keep their activations.
+def set_recompute(model: nn.Module, num_blocks: int) -> None:
+    """Let the first `num_blocks` blocks recompute, and the others keep their activations.
 
-    The last blocks are the ones to keep them: the backward pass frees theirs first, before another block needs room
-    for its recomputation. Any other choice of as many has the same or a higher peak.
+    The last blocks keep theirs, since the backward pass frees these first, before another block needs memory for its
+    recomputation. Any other choice of as many blocks has the same or a higher peak.
     """
     for index, block in enumerate(recomputed_blocks(model)):
-        block.is_on = index < number
+        block.is_on = index < num_blocks
         set_save_inputs_only(block, not block.is_on)
 
 
@@ -72,26 +72,26 @@ def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
 
 
 def unwrapped(block: nn.Module) -> nn.Module:
-    """The model's own block, without what `wrap_blocks` put around it."""
+    """The model's own block, without the wrapper from `wrap_blocks`."""
     return block._checkpoint_wrapped_module if isinstance(block, RecomputedBlock) else block
 
 
 def adapter_owners(block: nn.Module) -> list[nn.Module]:
-    """The modules by whose calls FSDP2 gathers a block's adapters: the model's own block, else the adapters.
+    """The modules at whose calls FSDP2 gathers a block's adapters: the block inside its wrapper, or else the adapters.
 
-    Hooks of FSDP2 take the host 50 us, and on the adapters they would run again when the block is recomputed. The
-    wrapped block has those of the base.
+    FSDP2's hooks take the host 50 us, and on the adapters they would run again when the block is recomputed. The
+    wrapper has the hooks of the base weights.
     """
-    adapters, own = adapter_modules(block), unwrapped(block)
-    return [own] if adapters and own is not block else adapters
+    adapters, inner = adapter_modules(block), unwrapped(block)
+    return [inner] if adapters and inner is not block else adapters
 
 
 class ReferencePass:
-    """Computes the hidden states of the model that training started from, in the policy's own forward pass.
+    """Computes the hidden states of the reference (the model that training started from) in the policy's forward pass.
 
-    A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and of
-    its hidden states one block's are there at a time. Behind the last block they follow the policy's in the batch
-    dimension, so that the model's own code computes the rest, which has no adapters.
+    A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and
+    holds the hidden states of one block at a time. After the last block they are appended to the policy's in the batch
+    dim, so that the model's own code computes the rest, which has no adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -100,7 +100,7 @@ class ReferencePass:
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
-        """In this block of code a forward pass of the model gives [2 * B, T, H]: policy, then reference."""
+        """While the block runs, the model's forward pass returns [2 * B, T, H]: the policy, then the reference."""
         for block in self._adapted:
             block.follow = self._follow
         try:
@@ -111,16 +111,16 @@ class ReferencePass:
                 block.follow = None
 
     def _follow(self, block: RecomputedBlock, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """After a block's own forward pass."""
+        """Run the reference's block after the policy's."""
         hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
-        # Not the block's __call__: FSDP2 and other hooks have done their work for this pass.
+        # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
         with torch.no_grad(), as_at_start(self._adapted[block]):
-            found = unwrapped(block).forward(hidden, *args[1:], **kwargs)
-        found = found if isinstance(found, torch.Tensor) else found[0]
-        is_last = block is next(reversed(self._adapted))
-        self._hidden = None if is_last else found
-        if not is_last:
+            reference = unwrapped(block).forward(hidden, *args[1:], **kwargs)
+        reference = reference if isinstance(reference, torch.Tensor) else reference[0]
+        if block is not next(reversed(self._adapted)):
+            self._hidden = reference
             return output
+        self._hidden = None
         if isinstance(output, torch.Tensor):
-            return torch.cat([output, found])
-        return torch.cat([output[0], found]), *output[1:]
+            return torch.cat([output, reference])
+        return torch.cat([output[0], reference]), *output[1:]

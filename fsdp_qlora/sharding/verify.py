@@ -1,4 +1,4 @@
-"""Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
+"""Self-tests of the sharded model: a count of all bytes, and a layer that is compared bit for bit."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
 
 
 def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
-    """Check that the ranks' shards add up to exactly one copy of the model, split evenly; returns what was found.
+    """Check that the ranks' shards add up to exactly one copy of the model, split evenly. Returns a line for the log.
 
     Raises:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
@@ -36,31 +36,31 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     local = sum(local_part(parameter).nbytes for parameter in parameters)
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
-    held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
+    by_rank = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
     counts = count_bytes(Counter(parameters.values()), size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
     # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
     uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
     trainable = uneven.pop("trainable", 0)
     allowed = max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20)) + trainable
-    if sum(held) != total or max(held) > allowed:
+    if sum(by_rank) != total or max(by_rank) > allowed:
         raise RuntimeError(
-            f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
+            f"The model is not sharded evenly: {total} bytes over {size} ranks, bytes on each rank: {by_rank} "
             f"(allowed {int(allowed)}). The run stops; please report the model."
         )
-    if size == 1 < mesh.size():  # as --sharding_strategy says or because it fits
+    if size == 1 < mesh.size():  # --sharding_strategy ddp, or chosen because it fits
         return f"each rank holds a whole copy of {format_bytes(total)}"
-    return f"rank 0 has {format_bytes(held[0])} of {format_bytes(total)}"
+    return f"rank 0 has {format_bytes(by_rank[0])} of {format_bytes(total)}"
 
 
 @torch.no_grad()
 def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
-    If the weights in the files are 4-bit already, the comparison is with their bytes. Returns what was found.
+    If the weights in the files are 4-bit already, their bytes are compared. Returns a line for the log.
 
     Raises:
-        RuntimeError: they differ.
+        RuntimeError: the weights differ.
     """
     model, block = parts.model, parts.blocks[0]
     assert isinstance(block, FSDPModule)
@@ -69,24 +69,24 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
         if weights.packed and isinstance(layer, QuantizedWeight):
             same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
         else:
-            reduced = adapted_weights(model).get(f"{name}.weight")
-            same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
+            adapted = adapted_weights(model).get(f"{name}.weight")
+            same, how = _has_stored_values(layer, f"{name}.weight", weights, adapted)
     _report(same, name, f"its weight {how}")
     _check_one_expert(parts, weights)
     return f"a layer is bit-identical to its weight {how}"
 
 
-def _report(same: bool, name: str, other: str) -> None:
+def _report(same: bool, name: str, expected: str) -> None:
     if not same:
         raise RuntimeError(
-            f"Self-test failed: {name}, gathered from its shards, differs from {other}. The run stops; please report "
-            "the model and this machine."
+            f"Self-test failed: {name}, gathered from its shards, differs from {expected}. The run stops; please "
+            "report the model and this machine."
         )
-    log.debug("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, other)
+    log.debug("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, expected)
 
 
 def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
-    """Compare the codes of the last expert of a quantized tensor, if there is one: it has the largest offset."""
+    """Compare the codes of the last expert of a quantized tensor, which has the largest offset, if there is one."""
     layers = ((path, layer) for path, layer in parts.model.named_modules() if isinstance(layer, QuantizedExperts))
     path, layer = next(layers, (None, None))
     if path is None or layer is None:
@@ -114,7 +114,7 @@ def _has_stored_values(
     weights: Weights,
     adapted: LoraLinear | None,
 ) -> tuple[bool, str]:
-    """Whether a gathered layer equals the weight in the files, quantized in the same way; and how it was compared."""
+    """Whether a gathered layer equals the weight in the files, quantized whole; and what it was compared with."""
     whole = weights.read_whole(weight)
     if adapted is not None and adapted.subtracted is not None:
         whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
@@ -134,7 +134,7 @@ def _has_stored_bytes(layer: QuantizedWeight, weight: str, weights: Weights) -> 
 
 
 def _first_linear(parts: ModelParts, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
-    """The first linear layer of the first block that the files have, and its name there."""
+    """The name in the files and the first linear layer of the first block that the files contain."""
     first = {*parts.blocks[0].modules()}
     for path, module in parts.model.named_modules():
         name = canonical_name(path)

@@ -1,7 +1,7 @@
-"""Frozen weights that come from host memory beside the computation, one module ahead, where a rank holds them all.
+"""Prefetches frozen weights from host memory, one module ahead of the computation, if a rank holds them all.
 
-FSDP2 copies a rank's own weights on the stream that computes, which waits meanwhile. (Those that several ranks share it
-copies on the stream of their gather.)
+FSDP2 copies unsharded weights on the compute stream, which waits for each copy. (Sharded weights are copied on the
+stream of their all-gather.)
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from fsdp_qlora.sharding.recompute import unwrapped
 
 
 def is_streamed(parameter: torch.Tensor) -> bool:
-    """Whether FSDP2 does not manage a parameter of a streamed module."""
+    """Whether a parameter of a streamed module is frozen and not managed by FSDP2."""
     return not parameter.requires_grad and not isinstance(parameter, DTensor)
 
 
 def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device: torch.device) -> None:
-    """From now on the frozen weights of `modules` are on the device while they are needed.
+    """Install hooks that prefetch each module's frozen weights, and free them after use.
 
-    They lie in host memory now, those of a module side by side. Results are the same to the bit. A block that keeps its
-    activations may keep its weights with them; one that recomputes does not.
+    The weights are in host memory, those of a module side by side. Results are the same to the bit. A block that keeps
+    its activations may keep its weights with them; one that recomputes does not.
     """
     stream = _WeightStream(modules, device)
     head = model.get_output_embeddings()
@@ -39,27 +39,27 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: stream.enter(index))
 
-        inner = unwrapped(module)  # which runs again when it is recomputed
+        inner = unwrapped(module)  # its hooks run again when the block is recomputed
         inner.register_forward_pre_hook(enter)
-        inner.bring_weights = enter  # type: ignore[assignment]  # for ranks.shards.whole_weights
-        if module is head and model.base_model is not model:  # its weights may be used without its forward
+        inner.bring_weights = enter  # type: ignore[assignment]  # for distributed.shards.whole_weights
+        if module is head and model.base_model is not model:  # its weights may be used without its forward method
             model.base_model.register_forward_hook(enter)
         elif module is not head:
             module.register_forward_hook(enter_in_backward)
 
 
 class _WeightStream:
-    """The order in which modules are used: forward, then backward; two of them are on the device at a time."""
+    """Follows the order in which modules are used, forward then backward. Two modules are on the device at a time."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         side = SideStream(device)
         self.parts = [_Part(module, side, device) for module in modules]
 
     def enter(self, index: int) -> None:
-        """Have the weights of a module on the device, and those of the next on their way."""
+        """Bring the weights of a module to the device, prefetch those of the next one, and free all others."""
         following = self._following(index)
-        for other, part in enumerate(self.parts):
-            if other not in (index, following):
+        for position, part in enumerate(self.parts):
+            if position not in (index, following):
                 part.release()
         part = self.parts[index]
         part.prefetch()
@@ -67,7 +67,7 @@ class _WeightStream:
         self.parts[following].prefetch()
 
     def _following(self, index: int) -> int:
-        """The module that is used next: a backward pass begins where the forward pass ends, and the other way round."""
+        """The module that is used next. The backward pass begins where the forward pass ends, and vice versa."""
         last = len(self.parts) - 1
         is_backward = torch._C._current_graph_task_id() != -1
         if is_backward:
@@ -78,12 +78,12 @@ class _WeightStream:
 
 
 class _Part:
-    """The frozen weights of one module: on the host, on the device, or on their way there."""
+    """The frozen weights of one module: on the host, on the device, or being copied there."""
 
     def __init__(self, module: nn.Module, side: SideStream, device: torch.device) -> None:
         self.side, self.device = side, device
-        found = filter(is_streamed, {*module.parameters()})
-        self.parameters = sorted(found, key=lambda parameter: parameter.data_ptr())
+        frozen = filter(is_streamed, {*module.parameters()})
+        self.parameters = sorted(frozen, key=lambda parameter: parameter.data_ptr())
         self.host = [parameter.data for parameter in self.parameters]
         self.whole = _span(self.host)
         self.on_device: torch.Tensor | None = None
@@ -91,14 +91,13 @@ class _Part:
         self.is_used = False
 
     def prefetch(self) -> None:
-        """Begin to copy the weights to the device, unless they are there or on their way."""
-        if self.on_device is not None:
-            return
-        self.on_device = torch.empty_like(self.whole, device=self.device)
-        self.copied = self.side.copy(self.on_device, self.whole)
+        """Start to copy the weights to the device, unless that has been done."""
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.whole, device=self.device)
+            self.copied = self.side.copy(self.on_device, self.whole)
 
     def bind(self) -> None:
-        """Let the module's parameters be the device's copy, once it has arrived."""
+        """Point the module's parameters to the device's copy. The compute stream waits for the copy first."""
         if self.is_used or not self.parameters:
             return
         assert self.on_device is not None
@@ -111,18 +110,18 @@ class _Part:
         self.is_used = True
 
     def release(self) -> None:
-        """Let the parameters be the host's again, and free the device's copy."""
+        """Point the parameters to the host's memory again, and free the device's copy."""
         if self.on_device is None:
             return
         if not self.is_used:
-            self.side.compute_waits(self.copied)  # the memory is free for the compute stream's next tensor
+            self.side.compute_waits(self.copied)  # the freed memory may be the compute stream's next tensor
         for parameter, host in zip(self.parameters, self.host, strict=True):
             parameter.data = host
         self.on_device, self.is_used = None, False
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The memory from the first to the last of some tensors in one allocation, as uint8."""
+    """A uint8 view from the first to the last of some tensors in one allocation."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
     storage, last = tensors[0].untyped_storage(), tensors[-1]

@@ -3,8 +3,8 @@
 Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts, in, out]; a block
 is `blocksize` consecutive weights of the row-major flattened weight.
 
-In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a weight
-X [out, in], n = out * in, in blocks of 64 (m of them):
+In files they have the format in which bitsandbytes and transformers save 4-bit weights. For a weight X [out, in] with
+n = out * in elements in m blocks of 64:
     X: the codes, two per byte, (n + 1) / 2 bytes under any dtype (bnb_4bit_quant_storage).
     X.absmax: [m], uint8 with double quantization, else float32.
     X.nested_absmax: with double quantization, float32 [(m + 255) / 256].
@@ -13,8 +13,8 @@ X [out, in], n = out * in, in blocks of 64 (m of them):
 These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is its shard.
 
 bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
-(X = model.layers.0.mlp.experts.gate_up_proj). Only this package reads that: in cache entries, and in models saved by
-the quantize command, which have EXPERTS_KEY in their quantization_config.
+(X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read: in cache entries, and in models saved
+by the quantize command, which have EXPERTS_KEY in their quantization_config.
 """
 
 import functools
@@ -47,12 +47,12 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 _SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
 EXPERTS_KEY = "fsdp_qlora_experts"
-_STATE_BYTES = 256  # enough for the JSON of any shape, so a file can be laid out before the mean is known
+_STATE_BYTES = 256  # enough for the JSON of any shape: a file's layout must not depend on the mean's digits
 NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
-# Tokens up to which bitsandbytes may fuse decoding and product. For more its operator decodes the matrix as we do, and
-# takes the host some microseconds longer.
+# Up to this number of tokens bitsandbytes may fuse decoding and product. For more its operator decodes the matrix as we
+# do, and takes the host some microseconds longer.
 _FUSED_TOKENS = 1536
 _GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
 
@@ -61,10 +61,10 @@ class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
     Parameters (frozen; quant_storage is the compute dtype):
-        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. Rows are blocks, so that a
-            shard is made of whole blocks and can be quantized by itself.
-        absmax: largest magnitude of each block; with double_quant one byte each viewed as quant_storage, else
-            float32 [blocks, 1].
+        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. FSDP2 splits dim 0, so a row
+            is a whole block: each rank can quantize its shard alone, and no absmax belongs to two ranks.
+        absmax: largest magnitude of each block; with double_quant one byte each, viewed as quant_storage (a float,
+            since FSDP2 of older torch fails on integer parameters: pytorch#185239), otherwise float32 [blocks, 1].
         nested_absmax: with double_quant, float32 [blocks / 256, 1], one for each 256 absmax.
     Buffer:
         absmax_offset: with double_quant, float32 scalar, the mean of absmax.
@@ -94,7 +94,7 @@ class Bnb4bitWeight(QuantizedWeight):
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         codes, absmax = _select(part, *tensors)
-        # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
+        # One block per row: bitsandbytes 0.50's CPU kernel uses a wrong absmax if a row ends in half a block.
         decoded = [
             torch.ops.bitsandbytes.dequantize_4bit.default(
                 piece, scales, _BLOCKSIZE, self.quant_type, (len(scales), _BLOCKSIZE), dtype
@@ -104,7 +104,7 @@ class Bnb4bitWeight(QuantizedWeight):
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
         return whole[: math.prod(part.shape)].view(part.shape)
 
-    # The stored matrix is W, or W^T where it is transposed: bitsandbytes multiplies with the transpose of it.
+    # bitsandbytes' fused kernel multiplies by the transpose of the stored matrix, which is W, or W^T if transposed.
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
@@ -120,7 +120,7 @@ class Bnb4bitWeight(QuantizedWeight):
     def _times_transposed(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """x M^T + b for the stored matrix M."""
+        """Compute x M^T + b for the stored matrix M."""
         codes, absmax = _select(part, *tensors)
         if part.shape[-1] % _BLOCKSIZE:
             codes = codes[: -(-math.prod(part.shape) // 2)]
@@ -133,7 +133,7 @@ class Bnb4bitWeight(QuantizedWeight):
         return quantize_blocks(values, self.quant_type)[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `decode_tensors`.
+        # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in `decode_tensors`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
         codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
@@ -147,8 +147,8 @@ class Bnb4bitWeight(QuantizedWeight):
         if not self.double_quant:
             write_bytes(self.absmax, absmax)
             return
-        # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
-        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
+        # Double quantization subtracts the mean over the whole tensor. Every rank gathers the absmax of all blocks
+        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so the result is exact for any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
         absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
         for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
@@ -157,13 +157,11 @@ class Bnb4bitWeight(QuantizedWeight):
             write_bytes(parameter, whole.view(torch.uint8)[first * row_bytes : last * row_bytes])
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
+        """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax, and store their mean."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
-
-    # Stored in bitsandbytes' own format.
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
         stored = {"": StoredParameter("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
@@ -176,12 +174,12 @@ class Bnb4bitWeight(QuantizedWeight):
         }
 
     def _state(self) -> dict[str, Any]:
-        """The state that bitsandbytes' loader reads, without the weight's first dtype and the mean of absmax."""
+        """The state that bitsandbytes' loader reads, without the weight's original dtype and the mean of absmax."""
         state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
         return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
 
     def _value_tables(self) -> dict[str, torch.Tensor]:
-        """Suffix of the weight's name -> float32 values of its codes, and of the codes of absmax."""
+        """Suffix of the weight's name -> float32 values of the weight's codes, and of the codes of absmax."""
         tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
         return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {})
 
@@ -197,22 +195,20 @@ class Bnb4bitWeight(QuantizedWeight):
         if suffix.startswith(PACKED_STATE):
             self._load_state(content, name)
             return
-        found, expected = content.view(torch.float32), self._value_tables()[suffix]
-        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):
+        table, expected = content.view(torch.float32), self._value_tables()[suffix]
+        if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=1e-7):
             raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")
 
     def _load_state(self, content: torch.Tensor, name: str) -> None:
-        """Check a stored weight's state, and take the mean of its absmax."""
+        """Check a stored weight's state, and load the mean of its absmax."""
         expected = self._state()
         try:
             state = json.loads(bytes(content.tolist()))
-            found = {key: state[key] for key in expected}
+            stored = {key: state[key] for key in expected}
             offset = float(state["nested_offset"]) if self.double_quant else 0.0
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{name} does not describe a 4-bit weight ({error!r}). Download the model again."
-            ) from error
-        if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
+            raise UserError(f"{name} describes no 4-bit weight ({error!r}). Download the model again.") from error
+        if wrong := [f"{key} {value}, not {expected[key]}" for key, value in stored.items() if value != expected[key]]:
             raise UserError(
                 f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
                 "16- or 32-bit weights."
@@ -241,12 +237,12 @@ class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
+    """Quantize whole blocks (the last may be short) to codes, two per byte, and float32 absmax of each block.
 
-    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and its GPU kernel
-    counts in 32 bits, which is too few for a rank's part of the largest models' experts.
+    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and its GPU kernel counts
+    in int32, which is too small for a rank's part of the largest models' experts.
     """
-    if not values.numel():  # fewer blocks than ranks
+    if not values.numel():  # there are fewer blocks than ranks
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
@@ -263,7 +259,7 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) 
 def _select(
     part: Matrix, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select a matrix: codes of whole blocks, uint8, and absmax of each block.
+    """Select the codes (uint8, whole blocks) and the absmax (float32) of a matrix.
 
     nested: nested_absmax and absmax_offset, with double_quant.
     """
@@ -271,8 +267,8 @@ def _select(
     codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
     if not nested:
         return codes, _elements(absmax, torch.float32, first, count)
-    # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
-    # previous expert. So both are decoded from the beginning of that block.
+    # A matrix starts at a block of weights, but its first absmax may be inside a block of 256 absmax shared with
+    # the previous expert. So absmax is decoded from the beginning of that block.
     skipped = first % NESTED_BLOCKSIZE
     nested_absmax, offset = nested
     scales = _elements(
@@ -300,15 +296,15 @@ def _nested_code(device: torch.device) -> torch.Tensor:
 
 
 def packed_tensors(names: Iterable[str]) -> set[str]:
-    """Names of the tensors that 4-bit weights consist of, given the names of all tensors of a model's files."""
+    """The names of the tensors that 4-bit weights consist of. names: all tensors of a model's files."""
     states = {name for name in names if PACKED_STATE in name}
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
 
 
 class PackedFormat(NamedTuple):
-    """How a model's weight files are packed: its quantization_config.
+    """The 4-bit format of a model's weight files, from its quantization_config.
 
-    skipped: modules that were not quantized. has_experts: the expert parameters are in 4 bits too.
+    skipped: modules that were not quantized. has_experts: whether the expert parameters are in 4 bits too.
     """
 
     quant_type: str
@@ -321,9 +317,9 @@ class PackedFormat(NamedTuple):
         return bool(should_convert_module(path, self.skipped))
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """One line: the model's settings are used, and the options that they override."""
-        asked = {"quant_type": quant_type, "double_quant": double_quant}
-        ignored = [f"--{name} {str(asked[name]).lower()}" for name in asked if asked[name] != getattr(self, name)]
+        """Describe in one line that the model's settings are used, and the options that they override."""
+        options = {"quant_type": quant_type, "double_quant": double_quant}
+        ignored = [f"--{name} {str(value).lower()}" for name, value in options.items() if value != getattr(self, name)]
         return (
             f"The model is quantized already ({self.quant_type}, {'' if self.double_quant else 'no '}double "
             "quantization): its own 4-bit weights are used as they are"
@@ -331,19 +327,23 @@ class PackedFormat(NamedTuple):
         )
 
 
+def quantization_settings(config: PretrainedConfig) -> Mapping[str, Any]:
+    """A model's quantization_config; empty if it has none."""
+    settings = getattr(config, "quantization_config", None) or {}
+    return settings if isinstance(settings, dict) else settings.to_dict()
+
+
 def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
-    """Remove a 4-bit quantization from a model's configuration and return it. Raises UserError if it is another one."""
-    found = getattr(config, "quantization_config", None)
-    if not found:
+    """Remove a 4-bit quantization from a model's configuration and return it. Raises UserError for another format."""
+    if not (settings := quantization_settings(config)):
         return None
-    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
     # The model is built with plain layers, which ours then replace.
     del config.quantization_config
     if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
         method = str(settings.get("quant_method", "an unnamed format"))
-        known = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
+        label = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
         raise UserError(
-            f"model_name {name} is quantized as {known}, which is not supported. Give the model with 16- or 32-bit "
+            f"model_name {name} is quantized as {label}, which is not supported. Give the model with 16- or 32-bit "
             "weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
         )
     return PackedFormat(

@@ -1,4 +1,4 @@
-"""Weight files in FP8 and MXFP4: tensors decoded to bf16 on the CPU as they are read, a part at a time.
+"""Weight files in FP8 and MXFP4: tensors decoded to bf16 on the CPU as they are read, one part at a time.
 
 FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in / 128] (DeepSeek-V3,
 Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
@@ -9,27 +9,27 @@ X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [exp
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 
+from fsdp_qlora.model.quantizers.bnb_4bit import quantization_settings
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
-# Scales of activations: unused, activations have 16 bits here.
-_UNUSED = ("activation_scale", "input_scale")
+_UNUSED = ("activation_scale", "input_scale")  # scales of 8-bit activations, which have 16 bits here
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _MXFP4_VALUES = 32  # values that share a scale
 _ADVICE = "Give the model with 16- or 32-bit weights."
 
-# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor of the files, not decoded.
+# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file. start: offset of its bytes in the file."""
+    """A tensor in a file. start: the offset of its bytes."""
 
     file: Path
     dtype: torch.dtype
@@ -38,16 +38,16 @@ class StoredTensor(NamedTuple):
 
 
 class DecodedTensor:
-    """A tensor that is decoded from tensors of the files, several units at a time: elements, rows or experts.
+    """A tensor that is decoded from tensors in the files, several units (elements, rows or experts) at a time.
 
-    parts: names of the tensors in the files. unit: elements that are decoded together.
+    parts: names of the tensors in the files. unit: number of elements that can only be decoded together.
     """
 
     def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int) -> None:
         self.parts, self.shape, self.dtype, self.unit = parts, shape, dtype, unit
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor."""
+        """Decode elements [start, stop) of the row-major flattened tensor."""
         decoded, last = torch.empty(stop - start, dtype=self.dtype), -(-stop // self.unit)
         step = max(1, _PIECE // self.unit)
         for begin in range(start // self.unit, last, step):
@@ -59,28 +59,25 @@ class DecodedTensor:
         return decoded
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        """Units [begin, end), decoded."""
+        """Decode units [begin, end)."""
         raise NotImplementedError
 
 
 class StoredFormat(NamedTuple):
-    """A storage format that is decoded while reading. block: (rows, columns) of a weight that share an FP8 scale."""
+    """A storage format that is decoded while reading. block: (rows, columns) that share an FP8 scale, if any."""
 
     name: str
     block: tuple[int, int] | None
 
     def describe_use(self, *, quantizes: bool) -> str:
-        """One line: how the weights are used."""
-        then = "and quantized again" if quantizes else "and kept in the precision of this run"
-        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {then}."
+        """Describe how the weights are used, in one line."""
+        use = "and quantized again" if quantizes else "and kept in the precision of this run"
+        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {use}."
 
 
 def take_format(config: PretrainedConfig) -> StoredFormat | None:
     """Remove an FP8 or MXFP4 quantization from a model's configuration and return it; None if there is none."""
-    found = getattr(config, "quantization_config", None)
-    if not found:
-        return None
-    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    settings = quantization_settings(config)
     method, layout = settings.get("quant_method"), settings.get("format")
     if method == "mxfp4":
         stored = StoredFormat("MXFP4", None)
@@ -96,10 +93,10 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
 def find_decoded(
     stored: StoredFormat | None, entries: Mapping[str, StoredTensor], folder: Path
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """Find the tensors of a model's files (all are in `entries`) that are to be decoded.
+    """Find the tensors that must be decoded. entries: all tensors of a model's files.
 
     Returns:
-        The model's name -> tensor decoded as it is read; names of tensors of the files that the model does not have.
+        Name in the model -> tensor decoded as it is read; and names of tensors that the model itself does not have.
     """
     decoded: dict[str, DecodedTensor] = {}
     kind = stored and stored.name
@@ -130,9 +127,9 @@ def _fp8_weight(
     scale = next((name + suffix for suffix in _SCALES if name + suffix in entries), None)
     shape = entries[name].shape
     if scale is None or not entries[scale].dtype.is_floating_point:
-        raise UserError(f"{folder}: {name} is in FP8 and has no scale in floats. {_ADVICE}")
+        raise UserError(f"{folder}: {name} is in FP8 and has no floating-point scale. {_ADVICE}")
     if len(shape) != 2:
-        raise UserError(f"{folder}: {name} is in FP8 and has shape {list(shape)}, not a matrix's. {_ADVICE}")
+        raise UserError(f"{folder}: {name} is in FP8 and has shape {list(shape)}, but must be a matrix. {_ADVICE}")
     return _Fp8Weight(name, scale, shape, *_scale_block(shape, entries[scale].shape, block, name))
 
 
@@ -148,14 +145,14 @@ def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | 
 
 
 class _Fp8Weight(DecodedTensor):
-    """block_rows, block_columns: of the weight, sharing a scale."""
+    """A matrix in FP8. block_rows, block_columns: size of the blocks that share a scale."""
 
     def __init__(self, weight: str, scale: str, shape: torch.Size, block_rows: int, block_columns: int) -> None:
         super().__init__([weight, scale], shape, torch.bfloat16, unit=shape[1])
         self.block_rows, self.block_columns = block_rows, block_columns
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end), float32."""
+        """Decode rows [begin, end) to float32."""
         weight, scale = self.parts
         columns = self.shape[1]
         values = read(weight, begin * columns, end * columns).view(end - begin, columns)
@@ -172,13 +169,13 @@ def _mxfp4_experts(blocks: str, entries: Mapping[str, StoredTensor], folder: Pat
     shape = entries[blocks].shape
     fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in entries
     if not fits or entries[scales].shape != shape[:3]:
-        raise UserError(f"{folder}: {blocks} {list(shape)} does not hold experts in MXFP4. {_ADVICE}")
+        raise UserError(f"{folder}: {blocks} {list(shape)} does not contain experts in MXFP4. {_ADVICE}")
     experts, rows, groups, _ = shape
     return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * _MXFP4_VALUES, rows]))
 
 
 class _Mxfp4Experts(DecodedTensor):
-    """Each expert is decoded as a whole: it is stored [out, in] and used [in, out]."""
+    """Experts in MXFP4. Each is decoded as a whole, since it is stored as [out, in] and used as [in, out]."""
 
     def __init__(self, parts: list[str], shape: torch.Size) -> None:
         super().__init__(parts, shape, torch.bfloat16, unit=math.prod(shape[1:]))

@@ -1,4 +1,4 @@
-"""First values of adapters: computed from the weights in the files, or those of a pretrained adapter's file."""
+"""Initial values of adapters, computed from the weights in the files or read from a pretrained adapter."""
 
 import contextlib
 import logging
@@ -37,31 +37,31 @@ def decompose_weights(
     init: str,
     seed: int,
 ) -> None:
-    """Initialize adapters from the weights in the files, before the weights are loaded. Called on every rank.
+    """Initialize adapters from the weights in the files, before the weights are loaded. Collective.
 
     The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
-    If their product is subtracted from the base, A and B are rounded to bf16. Then a bf16 run gathers exactly the
-    values that were subtracted, and their product does not depend on how it is split.
+    If their product is subtracted from the base, A and B are rounded to bf16: then a bf16 run gathers exactly the
+    subtracted values, and their product does not depend on the split.
     """
     layers = list(adapted_weights(model).items())
     size, rank = dist.get_world_size(), dist.get_rank()
     for start in range(0, len(layers), size):
-        shared = layers[start : start + size]
-        mine: tuple[torch.Tensor, ...] = ()
-        if rank < len(shared):
-            name, layer = shared[rank]
+        group = layers[start : start + size]
+        factors: tuple[torch.Tensor, ...] = ()
+        if rank < len(group):
+            name, layer = group[rank]
             weight = weights.read_whole(name).to(device)
-            mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
+            factors = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
             del weight
-        for owner, (_, layer) in enumerate(shared):
+        for owner, (_, layer) in enumerate(group):
             for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
-                whole = mine[index] if owner == rank else torch.empty(parameter.shape, device=device)
+                whole = factors[index] if owner == rank else torch.empty(parameter.shape, device=device)
                 dist.broadcast(whole, src=owner)
                 first, last = own_rows(parameter, mesh)
                 store_rows(parameter, whole[first:last])
             if reduces_base(init):
                 layer.subtract_from_base()
-    log.info("Adapters start from their weights: %s of %d.", init, len(layers))
+    log.info("Initialized %d adapters from the model's weights (%s).", len(layers), init)
 
 
 def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
@@ -84,36 +84,38 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) ->
     return lora_A.contiguous(), lora_B.contiguous()
 
 
-# --- of a pretrained adapter: each rank reads its own rows ---
+# --- a pretrained adapter: each rank reads its own rows ---
 
 
-def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declared_base: str | None, init: str) -> None:
-    """Refuse an adapter whose base has another name on the hub, or whose tensors are not those of this model's.
+def check_fits(
+    adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None, init: str
+) -> None:
+    """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit this model.
 
-    own: the model's name. declared_base: --base_name.
+    declared_base: the option --base_name.
     """
-    base = adapter.base_name
-    if is_hub_name(base) and is_hub_name(own) and base.lower() not in (own.lower(), (declared_base or "").lower()):
+    base, names = adapter.base_name, (model_name.lower(), (declared_base or "").lower())
+    if is_hub_name(base) and is_hub_name(model_name) and base.lower() not in names:
         raise UserError(
-            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {own}. If they are the same "
-            f"weights, in other bits or under another name, say so: --base_name {base}."
+            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {model_name}. If the weights are "
+            f"the same, in other bits or under another name, give --base_name {base}."
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
-    if reduces_base(init):  # saved in twice the rank
+    if reduces_base(init):  # saved with twice the rank
         shapes = {name: (2 * a, b) if name.endswith("lora_A.weight") else (a, 2 * b) for name, (a, b) in shapes.items()}
     shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
-    if found := tensor_differences(adapter.shapes, shapes):
+    if differences := tensor_differences(adapter.shapes, shapes):
         raise UserError(
             f"--adapter {adapter.folder} does not fit this model and these options (its base is "
-            f"{base or 'not named'}):\n  " + "\n  ".join(found)
+            f"{base or 'not named'}):\n  " + "\n  ".join(differences)
         )
 
 
 @torch.no_grad()
 def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Read the product to subtract from the base out of an adapter of twice the rank, before the base is loaded.
+    """Read the factors to subtract from the base from an adapter of twice the rank, before the base is loaded.
 
-    Called on every rank.
+    Collective.
     """
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
         for name, parameter in adapter_parameters(model):
@@ -126,7 +128,7 @@ def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: Dev
 def fill_from(
     model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device, *, init: str
 ) -> None:
-    """Give the adapter of a loaded model the values of a pretrained one. Called on every rank."""
+    """Copy the values of a pretrained adapter to the adapter of a loaded model. Collective."""
     half = 0 if reduces_base(init) else None
     parameters = [*adapter_parameters(model), *full_parameters(model)]
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
@@ -141,8 +143,8 @@ def _rows(
     """This rank's rows of a tensor, float32.
 
     Args:
-        half: of a tensor of twice the rank, 0 for what trains, [A; ...] and [B, ...], or 1 for what was subtracted,
-            [...; A0] and [..., -B0]; None for all of it.
+        half: selects from a tensor of twice the rank: 0 the trained factors, [A; ...] and [B, ...], 1 the subtracted
+            ones, [...; A0] and [..., -B0]; None selects all.
     """
     first, last = own_rows(parameter, mesh)
     tensor = file.get_slice(adapter.names[name])
@@ -162,7 +164,7 @@ def _rows(
 
 @contextlib.contextmanager
 def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
-    """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
+    """Raise the same error on every rank if one fails in the block, which has no collectives."""
     with raise_on_all_ranks(UserError, device):
         try:
             yield

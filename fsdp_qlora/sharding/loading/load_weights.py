@@ -1,4 +1,4 @@
-"""Fill a sharded model from weight files: each rank reads only its own shards."""
+"""Fills a sharded model from weight files. Each rank reads only its own shards."""
 
 import copy
 import functools
@@ -42,9 +42,9 @@ def load_weights(
 ) -> None:
     """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from the weight files.
 
-    Each rank reads only the part of each tensor that it keeps, and holds only its shards and the parts in flight, at
-    most `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device and quantized. If the
-    weights in the files are quantized already, the ranks do not communicate, so one may fail alone.
+    Each rank reads only its part of each tensor, and holds only its shards and the parts in flight, at most
+    `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device and quantized. If the weights
+    in the files are quantized already, the ranks do not communicate, so one may fail alone.
 
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
@@ -72,7 +72,7 @@ def load_quantized(
     device: torch.device,
     change: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Fill one quantized layer, which has memory already, from the weight `name`; `change` is applied to it, flat."""
+    """Fill one quantized layer, which has memory already, from the weight `name`. change: applied to flat values."""
     targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
     for tensor, target in targets.items():
         values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
@@ -80,21 +80,22 @@ def load_quantized(
 
 
 class _Target(NamedTuple):
-    """Something to fill from the weight files.
+    """A parameter or buffer to fill from the weight files.
 
-    shape: of the tensor in the files; None means any. wanted: the range of flat elements that this rank reads; None
-    means all. on_device: whether they are moved to the device before `store`. is_weight: whether they must be floats.
+    shape: shape of the tensor in the files; None for any. bounds: the range of flat elements that this rank reads; None
+    for all. store: called with the values. on_device: whether they are moved to the device before. is_weight: whether
+    they must be floats.
     """
 
     shape: torch.Size | None
-    wanted: Callable[[DeviceMesh], tuple[int, int]] | None
+    bounds: Callable[[DeviceMesh], tuple[int, int]] | None
     store: Callable[[torch.Tensor, DeviceMesh], None]
     on_device: bool = False
     is_weight: bool = False
 
 
 def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
-    start, stop = target.wanted(mesh) if target.wanted else (0, files.shape(source).numel())
+    start, stop = target.bounds(mesh) if target.bounds else (0, files.shape(source).numel())
     return TensorSlice(source, start, stop)
 
 
@@ -114,14 +115,14 @@ def check_finite(values: torch.Tensor, name: str) -> None:
 
 
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
-    """Name in the weight files -> its target, for every tensor of the model that they hold."""
+    """Name in the weight files -> target, for every tensor of the model that the files contain."""
     targets: dict[str, _Target] = {}
-    own = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    not_in_files = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for weight, layer in quantized_layers(model).items():
-        own.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
+        not_in_files.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
         targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
     for path, parameter in model.named_parameters():
-        if parameter not in own:
+        if parameter not in not_in_files:
             targets[canonical_name(path)] = _plain(parameter)
     for path, buffer in persistent_buffers(model):
         targets[canonical_name(path)] = _replicated(buffer)
@@ -136,8 +137,8 @@ def _reduced(target: _Target, layer: LoraLinear) -> _Target:
     """A target that stores the weight minus the adapter's initial update."""
 
     def store(values: torch.Tensor, mesh: DeviceMesh) -> None:
-        assert target.wanted is not None
-        target.store(subtract(layer, values, target.wanted(mesh)[0]), mesh)
+        assert target.bounds is not None
+        target.store(subtract(layer, values, target.bounds(mesh)[0]), mesh)
 
     return target._replace(store=store, on_device=True)
 
@@ -152,13 +153,13 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
-    """The tensors that make up a quantized weight, as flat bytes: each rank reads the bytes of its shards."""
+    """The tensors of a quantized weight, as flat bytes. Each rank reads the bytes of its shards."""
     targets: dict[str, _Target] = {}
     for suffix, stored in layer.stored_parameters().items():
-        wanted = functools.partial(layer.stored_range, stored)
+        bounds = functools.partial(layer.stored_range, stored)
         store = functools.partial(_store_bytes, layer, stored, weight + suffix)
-        targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), wanted, store)
-    for suffix in layer.stored_whole():  # which every rank reads whole, and checks
+        targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), bounds, store)
+    for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
         targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
     return targets
 
@@ -176,12 +177,12 @@ def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Te
 
 
 def _plain(parameter: nn.Parameter) -> _Target:
-    def wanted(mesh: DeviceMesh) -> tuple[int, int]:
+    def bounds(mesh: DeviceMesh) -> tuple[int, int]:
         first, last = own_rows(parameter, mesh)
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
-    return _Target(parameter.shape, wanted, lambda values, mesh: store_rows(parameter, values), is_weight=True)
+    return _Target(parameter.shape, bounds, lambda values, mesh: store_rows(parameter, values), is_weight=True)
 
 
 def _replicated(buffer: torch.Tensor) -> _Target:
@@ -189,9 +190,9 @@ def _replicated(buffer: torch.Tensor) -> _Target:
 
 
 class MergedTensor:
-    """A parameter and the tensors of the files that it is assembled from, such as one per expert.
+    """A parameter and the tensors in the files that it is assembled from, such as one per expert.
 
-    transformers' own conversions for the model decide which tensors, and in what order.
+    transformers' own conversions for the model determine the tensors and their order.
     """
 
     def __init__(
@@ -213,15 +214,15 @@ class MergedTensor:
         absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
         for pattern, sources in self._sources.items():
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
-            found = [match for match in map(numbered.search, sources) if match and match.groups()]
-            indices = {int(match[1]) for match in found}
-            if found:
-                before, after = found[0].string[: found[0].start(1)], found[0].string[found[0].end(1) :]
+            matches = [match for match in map(numbered.search, sources) if match and match.groups()]
+            if matches:
+                indices, (start, end) = {int(match[1]) for match in matches}, matches[0].span(1)
+                before, after = matches[0].string[:start], matches[0].string[end:]
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
     def define(self, files: WeightFiles) -> None:
-        """Define the parameter in the files: joined from its parts, or, where the conversion mixes them, computed.
+        """Define the parameter in the files: as the concatenation of its parts, or computed if that is not enough.
 
         Raises UserError if the shapes of the parts do not fit together.
         """
@@ -235,7 +236,7 @@ class MergedTensor:
             files.define(self.name, _Converted(self.name, forms, result, self._convert))
 
     def siblings(self, files: WeightFiles) -> Iterator["MergedTensor"]:
-        """The other parameters that the conversion makes of the same parts, such as keys and values of fused ones."""
+        """The other parameters that the conversion makes from the same parts, such as keys and values of fused ones."""
         if len(self._converter.target_patterns) == 1:
             return
         forms = {source: files.form(source) for group in self._sources.values() for source in group}
@@ -246,25 +247,25 @@ class MergedTensor:
                 yield sibling
 
     def _order(self, files: WeightFiles, sources: list[str]) -> list[str] | None:
-        """The parts in the order whose concatenation is the flattened parameter, if there is one."""
-        # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.
+        """The parts in an order in which their concatenation is the flattened parameter; None if there is none."""
+        # Convert small tensors of consecutive integers: their order in the result is the order of all elements.
         side = 2
-        marks = {}
-        for number, source in enumerate(sources):
+        integers = {}
+        for index, source in enumerate(sources):
             dims = [side] * len(files.shape(source))
-            marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
+            integers[source] = (torch.arange(side ** len(dims)) + index * side ** len(dims)).view(dims)
         try:
-            order = self._convert(marks)[self.name].flatten()
-        except UserError:  # the conversion is one of these shapes alone
+            order = self._convert(integers)[self.name].flatten()
+        except UserError:  # the conversion requires the real shapes
             return None
         runs = order.view(len(sources), -1)
-        numbers = runs[:, 0] // runs.shape[1]
-        if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
+        indices = runs[:, 0] // runs.shape[1]
+        if not torch.equal(runs, torch.arange(runs.shape[1]) + indices[:, None] * runs.shape[1]):
             return None
-        return [sources[number] for number in numbers.tolist()]
+        return [sources[index] for index in indices.tolist()]
 
     def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Parameter -> its value, of the parts' values, by transformers' conversion."""
+        """Convert the parts' values by transformers' conversion. Returns parameter -> value."""
         converter = copy.deepcopy(self._converter)
         for pattern, sources in self._sources.items():
             for source in sorted(sources, key=dot_natural_key):
@@ -281,9 +282,9 @@ def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
 
 
 class _Converted(DecodedTensor):
-    """A parameter that transformers' conversion makes of whole tensors, such as rows in another order.
+    """A parameter that transformers' conversion computes from whole tensors, such as one with its rows reordered.
 
-    form: of the parameter, on meta. convert: from `MergedTensor`.
+    form: the parameter on the meta device. convert: `MergedTensor._convert`.
     """
 
     def __init__(
@@ -303,7 +304,10 @@ class _Converted(DecodedTensor):
 
 
 class _Match(NamedTuple):
-    """sources: as in Weights. merged: parameters made of several tensors. extra: tensors unknown to the model."""
+    """The tensors of the files in the model.
+
+    sources: see Weights. merged: parameters made from several tensors. extra: tensors that the model does not have.
+    """
 
     sources: dict[str, str]
     merged: dict[str, MergedTensor]
@@ -314,9 +318,9 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     """Find every tensor that the model needs in the files of a model folder.
 
     Args:
-        packed: the weights in the files are quantized already, in the format of the layers.
+        packed: whether the weights in the files are quantized already, in the format of the layers.
     Raises:
-        UserError: tensors are missing, unknown, of the wrong shape or no floats; each is named with its file.
+        UserError: tensors are missing, unknown, have the wrong shape or are no floats; each is named with its file.
     """
     targets = _targets(model, packed=packed)
     match = _match(model, files, {name: target.shape for name, target in targets.items()})
@@ -356,13 +360,13 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
         elif not _may_be_left_over(model, name):
             match.extra.append(source)
     for tensor in list(match.merged.values()):
-        match.merged.update({other.name: other for other in tensor.siblings(files) if other.name in expected})
+        match.merged.update({sibling.name: sibling for sibling in tensor.siblings(files) if sibling.name in expected})
     match.sources.update({name: name for name in match.merged})
     return match
 
 
 def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target]) -> Iterator[str]:
-    """Why the files do not match the model, one line each."""
+    """The differences between the files and the model, one line each."""
     for name, tensor in match.merged.items():
         yield from (f"missing: {part} (a part of {name})" for part in tensor.missing())
     yield from (
@@ -372,19 +376,19 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
     for name, source in match.sources.items():
         if source not in files.files:
             continue
-        shape, found, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
-        if shape is not None and shape != found.shape:
-            yield f"wrong shape: {where} is {list(found.shape)}, the model's is {list(shape)}"
-        if targets[name].is_weight and found.dtype not in _FLOATS:
-            yield f"wrong type: {where} is {str(found.dtype)[6:]}, and weights are 16- or 32-bit floats"
+        shape, form, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
+        if shape is not None and shape != form.shape:
+            yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"
+        if targets[name].is_weight and form.dtype not in _FLOATS:
+            yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model does not need this tensor of old or tied models' files: a tied head or a rotary table."""
+    """Whether the model does not need this tensor: a tied head, or a rotary table or mask of an old file."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
-    known = [
+    patterns = [
         r"rotary_emb\.inv_freq$",
         r"\.(attn|attention)\.(masked_)?bias$",
         *(model._keys_to_ignore_on_load_unexpected or []),
     ]
-    return name in tied or any(re.search(pattern, name) for pattern in known)
+    return name in tied or any(re.search(pattern, name) for pattern in patterns)

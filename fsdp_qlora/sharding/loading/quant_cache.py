@@ -1,7 +1,7 @@
-"""A cache of quantized weights on disk: a later start reads a quarter of the bytes and quantizes nothing.
+"""A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize nothing.
 
 An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers' whole parameters as
-given by `stored_parameters` (4-bit ones in bitsandbytes' format, see bnb_4bit.py), from which any number of ranks reads
+`stored_parameters` describes them (4-bit ones in bitsandbytes' format, see bnb_4bit.py). Any number of ranks can read
 its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
 and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
 unlocked leftovers.
@@ -36,22 +36,21 @@ from fsdp_qlora.utils.text import format_bytes
 log = logging.getLogger("fsdp_qlora")
 
 CHECKSUMS = "checksums.json"
-FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
+FORMAT_VERSION = 2  # increase it when the layout, the key or the quantization changes
 _PAGE = 4096  # a checksum covers whole pages
-_CHUNKS = 128  # most checksums per tensor: a rank reads at most one more chunk at each end of its part
-# Samples of content for files not identified by a hash: for all files together, and at least for each.
-_SAMPLES, _MIN_SAMPLES = 256, 4
+_CHUNKS = 128  # most checksums per tensor; a rank reads up to one additional chunk at each end of its part
+_SAMPLES, _MIN_SAMPLES = 256, 4  # of files not identified by a hash: for all files together, and at least for each
 
 
 def cache_root(option: str) -> Path | None:
-    """The cache's folder, None if off. option: off, a folder, or auto (see `cache_folder`)."""
+    """The cache's folder, None if it is off. option: off, a folder, or auto (see `cache_folder`)."""
     if option == "off":
         return None
     return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The description of an entry, as its writer left it. Raises ValueError if it has changed."""
+    """Read an entry's description. Raises ValueError if it has changed since it was written."""
     description = json.loads((folder / CHECKSUMS).read_bytes())
     if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
@@ -59,12 +58,12 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def description_hash(description: Mapping[str, Any]) -> str:
-    """The hash that verifies an entry's description, which in turn verifies all else."""
+    """The hash that verifies an entry's description, whose checksums verify the tensors."""
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 def try_lock(target: Path) -> FileLock | None:
-    """The lock of an entry; None when another process has it."""
+    """Lock an entry. Returns None if another process has the lock."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{target}.lock")
     try:
@@ -83,7 +82,7 @@ def cache_key(
 ) -> str:
     """The name of an entry: a hash of everything that determines its bytes.
 
-    kernels: `device_kernels` of every rank: each quantizes its part, and they may round differently.
+    kernels: `device_kernels` of every rank. Each rank quantizes its part, and kernels may round differently.
     """
     origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
@@ -103,7 +102,7 @@ def cache_key(
 
 
 def device_kernels(device: torch.device) -> str:
-    """The device whose kernels quantize on this rank."""
+    """The name of the device whose kernels quantize on this rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
@@ -112,7 +111,7 @@ def device_kernels(device: torch.device) -> str:
 class CachedWeights(WeightFiles):
     """The quantized weights of an entry, verified as they are read, and all others from the model's own files.
 
-    Any method may raise DamagedEntry.
+    Every method may raise DamagedEntry.
     """
 
     def __init__(self, folder: Path, original: WeightFiles) -> None:
@@ -129,7 +128,7 @@ class CachedWeights(WeightFiles):
         self.files = {**original.files, **self.files}
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor; for the entry's tensors these are bytes, with verified checksums."""
+        """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose checksums are verified."""
         if name not in self.checksums:
             return super().read_flat(name, start, stop)
         size, expected = self.checksums[name]["chunk"], self.checksums[name]["crc32"]
@@ -139,8 +138,8 @@ class CachedWeights(WeightFiles):
             content = super().read_flat(name, begin, end)
         except UserError as error:
             raise DamagedEntry(str(error)) from error
-        for at, found, checksum in zip(range(begin, end, size), _crc32(content, size), expected[first:], strict=False):
-            if found != checksum:
+        for at, actual, checksum in zip(range(begin, end, size), _crc32(content, size), expected[first:], strict=False):
+            if actual != checksum:
                 last = min(at + size, end)
                 raise DamagedEntry(f"{self.files[name]}: bytes {at} to {last} of {name} have changed")
         return content[start - begin : stop - begin]
@@ -159,13 +158,13 @@ def _checksums(files: WeightFiles, name: str) -> dict[str, Any]:
 
 
 class Unavailable(Exception):
-    """Why an entry is not written, as the end of a sentence."""
+    """An entry is not written. The message is the reason, as the end of a sentence."""
 
 
 def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh) -> int:
-    """Write the layers, which have been filled from `weights`, as an entry; return its bytes. Called on a shard group.
+    """Write the layers, which have been filled from `weights`, as an entry. Returns its size in bytes.
 
-    Raises Unavailable on every rank, with the reason of the first that fails.
+    Collective over a shard group. Raises Unavailable on every rank, with the reason of the first one that fails.
     """
     folder, rank = target.with_name(f"{target.name}.writing"), shard_rank(mesh)
     forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
@@ -180,7 +179,7 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
                 _write_part(files, weight, layer, weights, mesh)
             files.sync()
         checksums: dict[str, Any] = {}
-        with _together(target.parent, mesh):  # the ranks share the work, and read back what all have written
+        with _together(target.parent, mesh):  # the ranks share the work of reading all files back
             written = WeightFiles(folder, as_bytes=True)
             checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
         device, group = torch.device(mesh.device_type), mesh["shard"].get_group()
@@ -214,32 +213,32 @@ def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> None:
-    """Lock an entry and create its files, if there is none yet and room for it."""
+    """Lock an entry and create its files, if it does not exist and fits on the disk."""
     lock = try_lock(target)
     if lock is None:
         raise Unavailable("another run is writing it")
     cleanup.callback(lock.release)
     if (target / CHECKSUMS).exists():
         raise Unavailable("another run has just written it")
-    cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)  # unless it has become the entry
-    for leftover in target.parent.glob("*.writing"):  # of runs that were killed
-        if (other := try_lock(leftover.with_suffix(""))) is not None:
+    cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)  # after a success it has another name
+    for leftover in target.parent.glob("*.writing"):  # of killed runs
+        if (leftover_lock := try_lock(leftover.with_suffix(""))) is not None:
             shutil.rmtree(leftover, ignore_errors=True)
-            other.release()
+            leftover_lock.release()
     for leftover in (target, files.folder):
         shutil.rmtree(leftover, ignore_errors=True)
     free, size = free_disk(target.parent), files.num_bytes
-    if free < 2 * size:  # the run could not save its result on a full disk
+    if free < 2 * size:  # on a full disk the run could not save its result
         raise Unavailable(
-            f"it needs {format_bytes(size)} and as much left free after that, and {target.parent} has "
-            f"{format_bytes(free)} free; give another folder with --quant_cache, or off"
+            f"it needs twice its size of {format_bytes(size)}, and {target.parent} has {format_bytes(free)} free; "
+            "give another folder with --quant_cache, or off"
         )
     files.folder.mkdir()
     files.create()
 
 
 def _write_part(files: PackedFiles, weight: str, layer: QuantizedWeight, weights: Weights, mesh: DeviceMesh) -> None:
-    """Write this rank's part of a layer; the first rank writes what every rank has."""
+    """Write this rank's part of a layer. The first rank writes the tensors that every rank has."""
     for suffix, stored in layer.stored_parameters().items():
         start, stop = layer.stored_range(stored, mesh)
         files.write(weight + suffix, start, layer.stored_bytes(stored)[: stop - start].cpu())
@@ -256,30 +255,30 @@ def load_or_create(
     ranks: Ranks,
     mesh: DeviceMesh,
 ) -> None:
-    """Fill the model from its entry in the cache; without one, fill it from its own files and write one.
+    """Fill the model from its entry in the cache. Without one, fill it from its own files and write an entry.
 
-    load_weights: `load_weights` with all arguments bound except weights.
+    load_weights: the function `load_weights` with all arguments bound except `weights`.
     """
     kernels = all_gather_strings(device_kernels(ranks.device), ranks.device)
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
-    is_there = os.path.isfile(folder / CHECKSUMS)  # False also where the folder may not be read
-    # Without a shared folder, some nodes may lack the entry.
-    if gather_numbers([is_there], ranks.device).all() and _load_entry(folder, weights, load_weights, ranks):
+    has_entry = os.path.isfile(folder / CHECKSUMS)  # False also if the folder is not readable
+    # Without a shared folder, some nodes may not have the entry.
+    if gather_numbers([has_entry], ranks.device).all() and _load_entry(folder, weights, load_weights, ranks):
         return
     load_weights(weights=weights)
     if shard_size(mesh) > ranks.local_world_size:
         log.info("No quantized cache is written: no single machine of this run holds the whole model.")
-    elif ranks.local_rank < shard_size(mesh):  # else it holds a second copy of the model on this machine
+    elif ranks.local_rank < shard_size(mesh):  # otherwise it has a further copy of the model on this machine
         try:
             size = write_entry(folder, layers, weights, mesh)
         except Unavailable as reason:
             log.warning("No quantized cache is written: %s.", reason)
         else:
-            log.debug("Quantized weights are saved for the next start: %s (%s).", folder, format_bytes(size))
+            log.debug("Quantized weights were saved for the next start: %s (%s).", folder, format_bytes(size))
 
 
 def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None], ranks: Ranks) -> bool:
-    """Fill the model from an entry. If any rank finds it damaged, remove it and return False."""
+    """Fill the model from an entry. If it is damaged on any rank, remove it and return False."""
     try:
         with raise_on_all_ranks(DamagedEntry, ranks.device):
             cached = CachedWeights(folder, weights.files)
@@ -287,7 +286,7 @@ def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None
             load_weights(weights=Weights(cached, sources, packed=True))
     except DamagedEntry as error:
         log.warning(
-            "The quantized cache %s is damaged (%s). It is made again from the model's own weights.", folder, error
+            "The quantized cache %s is damaged (%s). It is rebuilt from the model's own weights.", folder, error
         )
         if ranks.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

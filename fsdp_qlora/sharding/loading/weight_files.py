@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: where each tensor is, and reading any part of it.
+"""The safetensors files of a model folder: the place of each tensor, and reading any part of it.
 
 Parts are read with pread and not through a memory map: mapped pages count towards the process's memory.
 """
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,11 +22,11 @@ from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.hub import conversion_advice
-from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm
+from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm, bytes_of
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
 _SMALL_BYTES = 2**16  # smaller buffers come from malloc
-_READERS = 4  # threads; one alone cannot saturate a network disk
+_READERS = 4  # threads; a single one cannot saturate a network disk
 
 
 class TensorSlice(NamedTuple):
@@ -38,7 +38,7 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors. ends: where each part ends, in elements."""
+    """A concatenation of tensors. ends: the end of each part, in elements."""
 
     parts: list[str]
     ends: list[int]
@@ -49,17 +49,17 @@ class _Joined(NamedTuple):
 class WeightFiles:
     """The safetensors files of a model folder, single or indexed.
 
-    Tensors in float64 are rounded to float32 as they are read: nothing that quantizes or trains here knows float64.
+    Tensors in float64 are rounded to float32 as they are read, since no quantizer supports float64.
 
     Args:
         stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
         as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
-        file: this file of the folder alone, whatever its name.
+        file: use only this file of the folder.
     Attributes:
-        files: tensor name -> file that holds it, or its first part.
-        bytes_read: bytes of tensors that this process has read.
+        files: tensor name -> file that contains it, or its first part.
+        bytes_read: number of bytes of tensors that this process has read.
     Raises:
-        UserError: there are no safetensors files, one is missing or damaged, or the tensors are not `stored` like that.
+        UserError: there are no safetensors files, one is missing or damaged, or tensors do not fit the format `stored`.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class WeightFiles:
             raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
         if outside:
             raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
-        if absent := [name for name in names if not (self.folder / name).is_file()]:
-            raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
+        if missing := [name for name in names if not (self.folder / name).is_file()]:
+            raise UserError(f"{index} names missing files: {', '.join(missing)}. Download them.")
         headers = {name: _read_header(self.folder / name) for name in names}
         for tensor, name in weight_map.items():
             if tensor not in headers[name]:
-                raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
+                raise UserError(f"{self.folder / name} has no tensor {tensor}. {_DOWNLOAD_AGAIN}")
         return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
 
     def _other_weights(self) -> str:
@@ -128,7 +128,7 @@ class WeightFiles:
         self.files[name] = self.files[parts[0]]
 
     def define(self, name: str, tensor: DecodedTensor) -> None:
-        """Define `name` as a tensor that is computed from tensors of the files."""
+        """Define `name` as a tensor that is computed from tensors in the files."""
         self._tensors[name] = tensor
         self.files[name] = self.files[tensor.parts[0]]
 
@@ -142,7 +142,7 @@ class WeightFiles:
         return TensorForm(self.dtype(name), tuple(self.shape(name)))
 
     def origins(self, name: str) -> dict[str, Path]:
-        """The tensors of the files that make up `name` -> their files."""
+        """The tensors in the files that `name` consists of -> their files."""
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
             return {origin: file for part in tensor.parts for origin, file in self.origins(part).items()}
@@ -150,17 +150,17 @@ class WeightFiles:
         return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
-        """The tensors of the files, decoded, whose concatenation is the flattened tensor `name`."""
+        """The decoded tensors in the files whose concatenation is the flattened tensor `name`."""
         return list(self._whole_tensors(name, 0, self.shape(name).numel()))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
+        """Read rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
         shape = self.shape(name)
         row = math.prod(shape[1:])
         return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype."""
+        """Read elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype."""
         part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
@@ -173,13 +173,13 @@ class WeightFiles:
         return part
 
     def _read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor of the files, never decoded."""
+        """Read elements [start, stop) of a tensor in the files without decoding them."""
         part = _buffer(stop - start, self._entries[name].dtype)
         self._read_into(name, start, part)
         return part
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
-        """The non-empty slices of tensors of the files that make up elements [start, stop) of `name`."""
+        """The non-empty slices of tensors in the files that elements [start, stop) of `name` consist of."""
         tensor = self._tensors[name]
         if not isinstance(tensor, _Joined):
             yield from [TensorSlice(name, start, stop)] * (start < stop)
@@ -194,9 +194,7 @@ class WeightFiles:
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
         entry = self._entries[name]
-        array: Any = part.view(torch.uint8).numpy()  # a buffer, as numpy says from 2.5 on
-        buffer = memoryview(array)
-        position = entry.start + start * entry.dtype.itemsize
+        buffer, position = bytes_of(part), entry.start + start * entry.dtype.itemsize
         try:
             descriptor = self._descriptor(entry.file)
             while buffer:
@@ -219,7 +217,7 @@ class WeightFiles:
 def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialized tensor whose memory is returned to the system as soon as it is freed.
 
-    malloc would keep memory that the reading threads allocate and another thread frees: 150 MiB and more.
+    malloc keeps memory that reading threads allocate and another thread frees: 150 MiB and more.
     """
     size = count * dtype.itemsize
     if size < _SMALL_BYTES:
@@ -242,18 +240,16 @@ def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a file, after safetensors itself has found the file complete and consistent."""
+    """The tensors of a file. safetensors itself checks that the file is complete and consistent."""
     try:
-        with safe_open(path, framework="pt"):
-            pass
-        with path.open("rb") as file:
+        with safe_open(path, framework="pt"), path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
     header.pop("__metadata__", None)
-    if strange := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
-        raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
+    if unknown := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
+        raise UserError(f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here.")
     return {
         name: StoredTensor(path, DTYPES[form["dtype"]], torch.Size(form["shape"]), 8 + size + form["data_offsets"][0])
         for name, form in header.items()
@@ -263,8 +259,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 class Weights(NamedTuple):
     """A model's weights in files.
 
-    sources: name of each of the model's tensors -> its name in the files.
-    packed: the weights in the files are quantized already, in the format of the layers.
+    sources: name of each tensor in the model -> its name in the files.
+    packed: whether the weights in the files are quantized already, in the format of the layers.
     """
 
     files: WeightFiles
@@ -272,15 +268,15 @@ class Weights(NamedTuple):
     packed: bool = False
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """One of the model's tensors, on the CPU, in the file's dtype."""
+        """Read one of the model's tensors, on the CPU, in the file's dtype."""
         source = self.sources[name]
         return self.files.read_rows(source, 0, self.files.shape(source)[0])
 
 
 def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield the parts in order, read by threads while the caller works on earlier ones.
+    """Yield the parts in order. Threads read ahead while the caller works on earlier ones.
 
-    At most `max_bytes` are read and not yet yielded; a single part may exceed that.
+    At most `max_bytes` are read and not yet yielded, except that a single part may exceed it.
     """
     waiting: list[tuple[int, Future[torch.Tensor]]] = []
     in_flight = 0
