@@ -1,4 +1,4 @@
-"""Builds the model on the meta device, its layers quantized and adapted as the train type says."""
+"""Builds the model on the meta device, with quantized and adapted layers for the train type."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,15 +32,15 @@ from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weig
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
 
-_ROUTED = "fsdp_qlora"  # the name in transformers of our function for experts
+_ROUTED = "fsdp_qlora"  # the name under which transformers calls our function for experts
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options for the layers of a model; the train type decides which of them apply.
+    """Options for the layers of a model. The train type decides which of them apply.
 
-    quantizer: arguments of the quantizer's layers; empty without a quantizer. lora: the adapter's options.
-    prequantized: quantization of the weight files, if any; it then decides which layers are quantized, and how.
+    lora: options of the adapter. quantizer: arguments of the quantizer's layers; empty without a quantizer.
+    prequantized: quantization of the weight files, if any; it overrides which layers are quantized, and how.
     new_blocks: decoder blocks that stay unquantized and train in full, for train types that train only these.
     """
 
@@ -52,11 +52,11 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights, and the paths of its converted parts, as chosen before the conversion.
+    """A model without weights, and the paths of the layers that are quantized, adapted or trained.
 
-    linears: all linear layers. quantized: those to quantize. quantized_experts: 3-D expert parameters to quantize, if
-    the quantizer can. targets, target_parameters: linear layers and expert parameters with an adapter.
-    trained: blocks that train in full. left_out: linear layers that other modules read the weights of.
+    linears: all linear layers. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
+    quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert parameters with an
+    adapter. trained: blocks that train in full. left_out: linear layers whose weights another module reads.
     """
 
     parts: ModelParts
@@ -83,7 +83,7 @@ def build_model(
     attn_implementation: str,
     trust_remote_code: bool = False,
 ) -> MetaModel:
-    """Build the model on the meta device with its layers quantized and adapted as the train type says.
+    """Build the model on the meta device, with quantized and adapted layers for the train type.
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
     """
@@ -94,7 +94,7 @@ def build_model(
         dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
-        # transformers' own functions multiply with all experts' weights at once, so all would have to be decoded.
+        # transformers' own functions multiply by all experts' weights at once, which would all have to be decoded.
         experts_implementation=_ROUTED if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
@@ -121,7 +121,7 @@ def build_model(
 
 
 def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainType, layers: LayerOptions) -> MetaModel:
-    """Decide what is quantized, adapted and trained.
+    """Choose the layers to quantize, adapt and train.
 
     Raises:
         UserError: the model has no such layers, or the requested adapter is not possible.
@@ -141,7 +141,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    # 4-bit weight files decide which layers are quantized; bitsandbytes does not quantize experts.
+    # 4-bit weight files determine the quantized layers; bitsandbytes does not quantize experts.
     if layers.prequantized:
         frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
         frozen_experts = frozen_experts if layers.prequantized.has_experts else []

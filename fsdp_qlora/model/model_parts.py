@@ -1,4 +1,4 @@
-"""The parts of a built model, found once, and its parameters by category: for sharding, the plan and the proof."""
+"""The parts of a built model and its parameters by category, for sharding, the plan and the self-tests."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 
 class Offload(NamedTuple):
-    """The weights in host memory, adapters excepted: of so many decoder blocks, and with `embeddings` all others."""
+    """The weights in host memory, except adapters. blocks: number of decoder blocks. embeddings: all weights."""
 
     blocks: int = 0
     embeddings: bool = False
@@ -26,12 +26,12 @@ class Offload(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The modules of a built model that are sharded, offloaded and gathered by themselves.
+    """The modules of a built model that are sharded, offloaded and gathered as units.
 
-    FSDP2 replaces parameters and keeps modules, so this is made once, when the model has been built.
+    FSDP2 replaces parameters and keeps modules, so this is made once, after the model has been built.
 
-    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none. towers: from
-        `find_towers`.
+    blocks: the decoder blocks, with their `RecomputedBlock` wrappers. head: None if the model has none. towers: see
+    `find_towers`.
     """
 
     model: PreTrainedModel
@@ -55,28 +55,28 @@ class ModelParts:
 
     @property
     def in_order(self) -> list[nn.Module]:
-        """Embedding, blocks and head, as the forward pass takes them."""
+        """Embedding, blocks and head, in the order of the forward pass."""
         return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
 
     def on_host(self, offload: Offload) -> list[nn.Module]:
         """The modules whose weights are in host memory.
 
-        Blocks are spread over the model, so that the computation of several hides the copy of one.
+        Blocks are spread over the model, so that the computation of several blocks hides the copy of one.
         """
         if offload.embeddings:
             return [self.model]
-        number = offload.blocks
-        return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
+        count = offload.blocks
+        return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * count)] for index in range(count)]
 
     def kinds(self, module: nn.Module) -> "Counter[Kind]":
-        """How many parameters of each kind a part of the built model has; kept, as a plan asks hundreds of times."""
+        """The number of parameters of each kind in a part of the model. Cached, since a plan calls it many times."""
         if module not in self._kinds:
             self._kinds[module] = kinds_of(module)
         return self._kinds[module]
 
     @functools.cached_property
     def looks_up(self) -> bool:
-        """Whether the embedding only looks up rows: tried for the plan, as all ranks take part once they share it."""
+        """`is_plain_lookup` of the embedding. Cached before sharding: later a call would be a collective."""
         return is_plain_lookup(self.embedding)
 
     @functools.cached_property
@@ -88,8 +88,8 @@ class ModelParts:
 class Kind(NamedTuple):
     """The properties by which parameters are counted.
 
-    category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
-    num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.
+    category: codes (quantized weights), statistics (of quantization), frozen (other frozen weights) or trainable.
+    num_weights: number of the model's weights in the parameter: for codes that of the layer, for statistics 0.
     """
 
     category: str
@@ -107,29 +107,29 @@ class Kind(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def largest_shard(self, num_shards: int) -> int:
-        """Bytes on the fullest rank (the first)."""
+        """Bytes on the fullest rank, the first one."""
         _, rows = shard_bounds(self.shape[0], rank=0, size=num_shards)
         return rows * (self.num_bytes // max(self.shape[0], 1))
 
 
 class CategoryBytes(NamedTuple):
-    """Bytes of one category. largest_shard: bytes on the fullest rank (the first)."""
+    """The bytes of one category. largest_shard: bytes on the fullest rank, the first one."""
 
     total: int
     largest_shard: int
 
 
 def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
-    """Every parameter of a model, sharded or on the meta device, and its kind; tied parameters once."""
+    """Every parameter of a model, sharded or on the meta device, and its kind. Tied parameters are counted once."""
     adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
-    found: dict[nn.Parameter, Kind] = {}
+    kinds: dict[nn.Parameter, Kind] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in found:
+            if parameter not in kinds:
                 category, num_weights = _classify(module, name, parameter)
-                own = tuple(parameter.shape), parameter.dtype
-                found[parameter] = Kind(category, *own, num_weights, parameter in adapters)
-    return found
+                shape, in_adapter = tuple(parameter.shape), parameter in adapters
+                kinds[parameter] = Kind(category, shape, parameter.dtype, num_weights, in_adapter)
+    return kinds
 
 
 def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[str, int]:
@@ -143,7 +143,7 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
 
 
 def count_parameters(parts: ModelParts) -> dict[str, int]:
-    """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
+    """Numbers of parameters: total (in the base model), in_blocks (frozen ones in the blocks), quantized, trainable."""
     in_blocks = {*parts.blocks.parameters()}
     kinds = each_parameter(parts.model)
     base = {parameter: kind for parameter, kind in kinds.items() if not kind.in_adapter}
@@ -157,22 +157,22 @@ def count_parameters(parts: ModelParts) -> dict[str, int]:
 
 
 def kinds_of(module: nn.Module) -> Counter[Kind]:
-    """How many parameters of each kind a module has."""
+    """The number of parameters of each kind in a module."""
     return Counter(each_parameter(module).values())
 
 
 def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
-    """Bytes by category of so many parameters of each kind over `num_shards` ranks."""
+    """Bytes by category. kinds: number of parameters of each kind. num_shards: ranks that share them."""
     counts: dict[str, CategoryBytes] = {}
-    for kind, number in kinds.items():
+    for kind, count in kinds.items():
         total, largest = counts.get(kind.category, CategoryBytes(0, 0))
-        more = number * kind.num_bytes, number * kind.largest_shard(num_shards)
-        counts[kind.category] = CategoryBytes(total + more[0], largest + more[1])
+        shard = kind.largest_shard(num_shards)
+        counts[kind.category] = CategoryBytes(total + count * kind.num_bytes, largest + count * shard)
     return counts
 
 
 def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
+    """The shapes of a module's matrices without adapters; of quantized ones the shape of the decoded weight."""
     base = [kind for kind in each_parameter(module).values() if not kind.in_adapter]
     plain = [kind.shape for kind in base if kind.category in ("frozen", "trainable")]
     quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
@@ -181,24 +181,23 @@ def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 @torch.no_grad()
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
+    """Whether a module's output for a token depends only on the token's row, such as the row times a scale.
 
-    Then it can be given other numbers of the same rows. Tried on a few tokens.
+    Then the rows may be renumbered (see sharding/vocabulary.py). Probed with a few tokens.
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
     vocabulary, hidden = module.weight.shape
-    numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    values = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
     middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
     ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
 
     def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
-        rows = numbers[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+        rows = values[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
         result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
         return result
 
     try:
-        expected, found = outputs(ids + 1, first=0), outputs(ids, first=1)
+        return torch.equal(outputs(ids, first=1), outputs(ids + 1, first=0))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
-    return torch.equal(found, expected)

@@ -100,7 +100,7 @@ def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
     torch.manual_seed(0)
     model = Model()
     expected = gradients(copy.deepcopy(model))
-    wrap_blocks(model, number=recomputed, offload=False)
+    wrap_blocks(model, num_blocks=recomputed, offload=False)
     modules = ModelParts.of(model).in_order  # type: ignore[arg-type]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     places = split_arena([parameter.numel() * 4 for parameter in frozen], pinned=False)

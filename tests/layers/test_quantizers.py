@@ -235,7 +235,7 @@ def test_int8_products_are_cut_where_int32_ends(monkeypatch: pytest.MonkeyPatch)
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
     whole = _multiply(x, None, codes, row_scale, 6.0)
-    monkeypatch.setattr(int8, "_MOST_ELEMENTS", 3 * 128 + 1)
+    monkeypatch.setattr(int8, "_MAX_ELEMENTS", 3 * 128 + 1)
     assert torch.equal(_multiply(x, None, codes, row_scale, 6.0), whole)
 
 

@@ -54,7 +54,7 @@ def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path
         assert statuses == [2] and "needs its own Python code" in output and "--trust_remote_code true" in output
     assert not marker.exists()
     output = train_ok(2, tmp_path / "own", model_name=folder, trust_remote_code=True, **common)
-    assert marker.exists() and "Code that comes with the model runs if it is needed (--trust_remote_code)" in output
+    assert marker.exists() and "The model's own code may run (--trust_remote_code)" in output
     assert "own_config.py" in output if model else "own_tokenizer.py" in output
     train_ok(2, tmp_path / "plain", model_name=models(), **common)
     assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "plain")

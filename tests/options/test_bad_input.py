@@ -47,7 +47,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         ["unknown_type/config.json", "model_type 'lllama'", "does not know", "pip install --upgrade transformers"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
-    "model without a record of new blocks": ({"train_type": "bnb_llama_pro"}, ["does not say which blocks were added"]),
+    "model without a record of new blocks": ({"train_type": "bnb_llama_pro"}, ["does not list the added blocks"]),
     "target modules that match nothing": (
         {"lora_target_modules": "q_proj,query"},
         ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],

@@ -390,7 +390,7 @@ def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
         (["--gpu", "RTX 3090", "--million_tokens", "-1"], "--million_tokens must be above 0"),
         (["--gpu", "RTX 3090", "--price_per_hour", "inf"], "--price_per_hour must be above 0"),
         (["--gpu", "RTX 3090", "--batch_size", f"{10**12}"], "--batch_size times --context_length"),
-        (["--gpu", "RTX 3090", "--model_name", "{nothing}"], "has weights without numbers"),
+        (["--gpu", "RTX 3090", "--model_name", "{nothing}"], "has weights of size 0"),
         (["--gpu", "RTX 3090", "--colour", "red"], "colour"),
         (["--gpu", "RTX 3095"], "RTX 3090"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-9b"], "qwen3-8b"),

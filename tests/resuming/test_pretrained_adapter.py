@@ -168,5 +168,5 @@ def test_a_finished_run_says_how_its_adapter_is_trained_further(
     other = {**given, "resume": trained, "output_dir": tmp_path / "more", "lora_rank": 3}
     statuses, output = run_ranks(1, flags(**other), tmp_path / "logs1")
     assert statuses == [2] and advice in output
-    with pytest.raises(UserError, match=r"it is a checkpoint. Make an adapter of it: fsdp-qlora export"):
+    with pytest.raises(UserError, match=r"it is a checkpoint. Export its adapter: fsdp-qlora export"):
         read_adapter(trained / "checkpoints" / "step_000002")

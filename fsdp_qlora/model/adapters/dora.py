@@ -1,10 +1,10 @@
 """DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the weight.
 
-W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3);
-y = x W^T + b + x' (W' - W)^T, where x' is x with parts dropped.
+W' = m * (W + s B A) / ||W + s B A||, with a norm per output row that is constant in the backward pass (section 4.3);
+y = x W^T + b + x' (W' - W)^T, where x' is x after dropout.
 
-Shapes: x [.., in], of N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A x' [N, rank] and
-y [.., out]. Kept for the backward pass are x and u, as in lora.py, x' (W + s B A)^T and the norm.
+Shapes: x [.., in] with N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A x' [N, rank] and
+y [.., out]. The backward pass needs x and u, as in lora.py, x' (W + s B A)^T and the norm.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ from fsdp_qlora.model.architecture.chunking import piece_number
 from fsdp_qlora.model.architecture.precision import autocast_kind
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, frozen_product
 
-_PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
+_PIECE = 2**22  # fp16 elements that are multiplied at a time in float32, since fp16 would overflow
 
 
 class _DoraProduct(torch.autograd.Function):
-    """y, given u = A x'.
+    """Computes y from x and u = A x'.
 
-    frozen: the product without the bias, ||W||^2 of the rows, float32 [out], and the bias in the product's dtype.
+    frozen: the product without the bias; ||W||^2 of the rows, float32 [out]; the bias in the product's dtype.
     """
 
     @staticmethod
@@ -45,7 +45,7 @@ class _DoraProduct(torch.autograd.Function):
         frozen: tuple[Product, torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
         product, row_squares, bias = frozen
-        # Weights as attributes, see lora.py.
+        # Weights are attributes for the reason given in lora.py.
         ctx.weights, ctx.product = (lora_A, lora_B, magnitude), product
         rows = x.flatten(0, -2)
         inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
@@ -68,7 +68,7 @@ class _DoraProduct(torch.autograd.Function):
         adapted, norm = ctx.saved_tensors
         (lora_A, _, magnitude), (base, scaling, dropout, *_) = ctx.weights, ctx.product
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
-        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
+        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # reuses its memory
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
         del x
@@ -87,7 +87,7 @@ class _DoraProduct(torch.autograd.Function):
 def row_norms(
     product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, row_squares: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """||W + s B A|| of the rows, float32 [out].
+    """The norms of the rows of W + s B A, float32 [out].
 
     ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for its
     product with the few rows of A.
@@ -95,7 +95,7 @@ def row_norms(
     Args:
         product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
     """
-    with torch.autocast(autocast_kind(product), enabled=False):  # it would run these float32 products in 16 bits
+    with torch.autocast(autocast_kind(product), enabled=False):  # autocast would run these float32 products in 16 bits
         lora_A, lora_B = lora_A.float(), lora_B.float()
         with_update = torch.addmm(
             product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
@@ -105,7 +105,7 @@ def row_norms(
 
 
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a * b summed over the rows, float32 [columns]; a is overwritten."""
+    """The sum of a * b over the rows, float32 [columns]. Overwrites a."""
     if a.dtype != torch.float16:
         return a.mul_(b).sum(dim=0, dtype=torch.float32)
     total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
@@ -116,7 +116,7 @@ def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Magnitude(nn.Module):
-    """A trainable number per output row, fp32 in every precision: bf16 cannot represent changes below 0.4%.
+    """A trainable magnitude per output row. It is fp32 in every precision: bf16 cannot represent changes below 0.4%.
 
     Parameters:
         weight: m, trainable, float32 [out].
@@ -129,7 +129,7 @@ class Magnitude(nn.Module):
         self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and ||W||^2, gathered by FSDP2 for this call; FSDP2 of torch 2.11 fails on a call without arguments."""
+        """Return m and ||W||^2, which FSDP2 gathers for this call. FSDP2 of torch 2.11 requires an argument."""
         return self.weight, self.row_squares
 
 
@@ -141,11 +141,11 @@ class DoraAdapter(LoraAdapter):
         self.magnitude = Magnitude(out_features)
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
-        base, own_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
-        bias = own_bias.to(base.dtype) if isinstance(own_bias, torch.Tensor) else None
+        """Compute x W'^T + b, [.., out]. With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with x' after dropout."""
+        base, base_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
+        bias = base_bias.to(base.dtype) if isinstance(base_bias, torch.Tensor) else None
         x, low, product = self._low_rank(x, base, source)
-        # FSDP2 gathers at a call, and counts on one of each in a pass.
+        # FSDP2 gathers at `__call__`, and expects one call per pass, not one per piece.
         magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
         lora_A, lora_B, frozen = self.lora_A.weight, self.lora_B.weight, (product, row_squares, bias)
         y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, frozen)
@@ -153,14 +153,14 @@ class DoraAdapter(LoraAdapter):
 
 
 class DoraLinear(LoraLinear):
-    """base_layer with DoRA on its weight."""
+    """A base layer with DoRA on its weight."""
 
     adapter = DoraAdapter
     lora: DoraAdapter
 
     @torch.no_grad()
     def base_row_squares(self) -> torch.Tensor:
-        """||W||^2 per row of the base, float32 [out]. Only while its parameters are gathered."""
+        """||W||^2 of each row of the base, float32 [out]. The base's parameters must be gathered."""
         base = self.base_layer
         weight = base.dequantize() if isinstance(base, QuantizedWeight) else base.weight
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()

@@ -1,4 +1,4 @@
-"""Initial values of sharded adapters, and the update that some of them subtract from the base.
+"""Initial values of sharded adapters, and the product that some of them subtract from the base.
 
 Shapes of a decomposition: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the factor of B A in the
 adapted layer.
@@ -28,17 +28,17 @@ log = logging.getLogger("fsdp_qlora")
 
 Factors = tuple[torch.Tensor, torch.Tensor]  # A and B
 
-_PIECE = 2**22  # weights whose update is computed at a time
+_PIECE = 2**22  # weights from which the product is subtracted at a time
 
 
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
-    """Refuse initial values for a model that is quantized already, or of more rank than the weight has."""
+    """Refuse initial values that need a model that is not quantized yet, or a larger rank than a weight has."""
     if init == "true":
         return
     if prequantized:
         raise UserError(
             f"init_lora_weights {init} is computed from the weights before they are quantized, and this model is "
-            "quantized already. Give the model with 16- or 32-bit weights, or leave it at true."
+            "quantized already. Give the model with 16- or 32-bit weights, or leave init_lora_weights at true."
         )
     for name, layer in adapted_weights(model).items():
         rank, most = layer.lora.lora_A.out_features, min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
@@ -56,9 +56,9 @@ def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-    """PEFT's initial A (Kaiming-uniform, a = sqrt(5)) or B (zero), float32 on the CPU, on any number of ranks.
+    """PEFT's initial A (Kaiming-uniform, a = sqrt(5)) or B (zero), float32 on the CPU.
 
-    It depends only on name, shape and seed, and training starts from the base model.
+    The value depends only on name, shape and seed, not on the number of ranks. With B = 0 the model starts as the base.
     """
     value = torch.zeros(shape)
     if name.endswith("lora_A.weight"):
@@ -68,7 +68,7 @@ def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Ten
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
-    """Give every A and B of a sharded model its initial value. DoRA's magnitudes: `set_magnitudes`."""
+    """Set every A and B of a sharded model to its initial value. `set_magnitudes` sets DoRA's magnitudes."""
     for name, parameter in adapter_parameters(model):
         if "magnitude" not in name:
             first, last = own_rows(parameter, mesh)
@@ -76,14 +76,14 @@ def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> Non
 
 
 class Values(Protocol):
-    """The trained values to save: of a model in training, or of a checkpoint."""
+    """The trained values to save, from a model in training or from a checkpoint."""
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank keeps and writes them; the others only take part in gathering."""
+        """Whether this rank keeps and writes the values. Other ranks only take part in gathering."""
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole value of one of the model's parameters or buffers. Called on every rank."""
+        """The whole value of a parameter or buffer of the model. Collective."""
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The A or B whose product was subtracted from the base on loading, None if there is none."""
@@ -102,20 +102,20 @@ class LiveValues:
         return gather_rows(tensor.to_local(), tensor.shape[0], tensor.device_mesh)
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        kept = self._subtracted.get(parameter)
-        return kept.whole() if kept else None
+        shard = self._subtracted.get(parameter)
+        return shard.whole() if shard else None
 
-    @functools.cached_property  # not made before it is needed: FSDP2 puts other parameters in place for a forward pass
+    @functools.cached_property  # at first use, not in __init__: during a forward pass the model has other parameters
     def _subtracted(self) -> dict[torch.Tensor, KeptShard]:
-        return {parameter: kept for _, parameter, kept in _subtracted(self._model)}
+        return {parameter: shard for _, parameter, shard in _subtracted(self._model)}
 
 
 def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Name of a parameter A or B -> the value whose product was subtracted from the base, exact in bf16 on the CPU.
+    """Name of a parameter A or B -> the value whose product was subtracted from the base, exact in bf16, on the CPU.
 
-    Called on every rank; empty without `keep`.
+    Collective. Empty without `keep`.
     """
-    wholes = ((name, kept.whole()) for name, _, kept in _subtracted(model))  # one at a time on the device
+    wholes = ((name, shard.whole()) for name, _, shard in _subtracted(model))  # one at a time on the device
     return {name: whole.to("cpu", torch.bfloat16) for name, whole in wholes if keep}
 
 
@@ -123,15 +123,15 @@ def _subtracted(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, KeptShard
     """(name, parameter, subtracted value) of every A and B whose product was subtracted from the base."""
     for path, layer in model.named_modules():
         if isinstance(layer, LoraLinear) and layer.subtracted:
-            for key, kept in zip(("lora_A", "lora_B"), layer.subtracted, strict=True):
-                yield f"{canonical_name(path)}.lora.{key}.weight", layer.lora.get_parameter(f"{key}.weight"), kept
+            for key, shard in zip(("lora_A", "lora_B"), layer.subtracted, strict=True):
+                yield f"{canonical_name(path)}.lora.{key}.weight", layer.lora.get_parameter(f"{key}.weight"), shard
 
 
 @torch.no_grad()
 def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in PEFT's file, whole value) of the adapter for the original base. Called on every rank.
+    """(name in PEFT's file, whole value) of the adapter for the original base. Collective.
 
-    If training used the base W - s B0 A0, the saved update is s (B A - B0 A0), of twice the rank: [A; A0], [B, -B0].
+    If training used the base W - s B0 A0, the saved update is s (B A - B0 A0), with twice the rank: [A; A0], [B, -B0].
     """
     for name, parameter in adapter_parameters(model):
         whole, start = values.whole(parameter), values.start(parameter)
@@ -145,7 +145,7 @@ def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, to
 
 
 def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tensor:
-    """`subtract_product` of the layer's first A and B. Called on every rank."""
+    """`subtract_product` with the layer's initial A and B. Collective."""
     assert layer.subtracted is not None
     lora_A, lora_B = (factor.whole().to(values.device) for factor in layer.subtracted)
     return subtract_product(values, start, lora_A, lora_B, layer.lora.scaling)
@@ -155,7 +155,7 @@ def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tenso
 def subtract_product(
     values: torch.Tensor, start: int, lora_A: torch.Tensor, lora_B: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """W - s B A for `values`, the elements of the flattened W from `start` on, computed in float64, as float32."""
+    """Compute W - s B A for `values`, the elements of the flattened W from `start` on, in float64. Returns float32."""
     lora_A, lora_B, columns = lora_A.double(), lora_B.double(), lora_A.shape[1]
     stop, rows = start + values.numel(), max(1, _PIECE // columns)
     rest = torch.empty(values.shape, dtype=torch.float32, device=values.device)

@@ -1,4 +1,4 @@
-"""Adapters as PEFT has them: options, choice of layers, insertion into a model, names of weights, configuration."""
+"""PEFT-compatible adapters: options, choice of layers, insertion into a model, names of weights, configuration."""
 
 import contextlib
 import copy
@@ -22,9 +22,8 @@ from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.utils.errors import UserError
 
-# adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
 Adapted = LoraLinear | LoraExperts
-
+# adapter kind -> the layer that replaces a linear layer, called with rank, scaling and dropout.
 ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
 
 
@@ -35,7 +34,7 @@ class LoraOptions:
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
     init: initial values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
-    modules_to_save: embeddings and head that train in full. keeps_start: keep the values that training starts from too.
+    modules_to_save: embeddings and head that train in full. keeps_start: keep a copy of the initial values.
     """
 
     rank: int = 16
@@ -56,7 +55,7 @@ class LoraOptions:
         return self.rank if key is None else self.rank_pattern[key]
 
     def scaling_of(self, path: str) -> float:
-        """The factor of B A on the layer at `path`."""
+        """The factor of B A in the layer at `path`."""
         key = find_pattern(self.alpha_pattern, path)
         return self.scaling(self.rank_of(path), self.alpha if key is None else self.alpha_pattern[key])
 
@@ -70,7 +69,7 @@ def reduces_base(init: str) -> bool:
     return init.startswith(("pissa", "olora"))
 
 
-# --- the layers and parameters that get one, by names, regular expressions and patterns as in PEFT ---
+# --- choice of layers and parameters, by names, regular expressions and patterns as in PEFT ---
 
 
 def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
@@ -88,7 +87,7 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
         if model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
             raise UserError(
                 f"lora_target_modules default: PEFT has no default for model type {model_type!r}. "
-                f"Use all, or name some of: {', '.join(leaves)}."
+                f"Use all, or names from: {', '.join(leaves)}."
             )
         requested = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model_type]
     if len(requested) == 1 and is_regex(requested[0]):
@@ -99,29 +98,27 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
                 f"blocks. It must match a whole path, such as {linears[0]}."
             )
         return chosen
-    what = "lora_target_modules: no linear layer"
-    return _select_named(linears, requested, what, f"{', '.join(leaves)} (or all)")
+    return _select_named(linears, requested, "lora_target_modules: no linear layer", f"{', '.join(leaves)} (or all)")
 
 
 def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
-    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
-    known = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
-    return _select_named(
-        parameters, requested, "lora_target_parameters: no expert parameter", ", ".join(known) or "none"
-    )
+    """Select the 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
+    choices = ", ".join(sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})) or "none"
+    return _select_named(parameters, requested, "lora_target_parameters: no expert parameter", choices)
 
 
-def _select_named(paths: Sequence[str], names: Sequence[str], what: str, known: str) -> list[str]:
-    """The paths that end in one of these names. Raises UserError, which begins with `what`, for a name of none."""
+def _select_named(paths: Sequence[str], names: Sequence[str], problem: str, choices: str) -> list[str]:
+    """The paths that end in one of these names. Raises UserError(problem ...) if a name matches none."""
     chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
     if unmatched := [name for name in names if not chosen[name]]:
-        raise UserError(f"{what} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {known}.")
-    found = set().union(*chosen.values())
-    return [path for path in paths if path in found]
+        raise UserError(
+            f"{problem} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {choices}."
+        )
+    return [path for path in paths if any(path in matches for matches in chosen.values())]
 
 
 def find_pattern(patterns: Iterable[str], path: str) -> str | None:
-    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that matches."""
+    """The first matching pattern, a regular expression for the end of a path as in PEFT's rank_pattern; else None."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
@@ -141,7 +138,7 @@ def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str])
 
 
 def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: LoraOptions) -> None:
-    """Freeze the model and put an adapter (fp32, meta device) beside each target layer."""
+    """Freeze the model and add an adapter (fp32, meta device) to each target layer."""
     model.requires_grad_(False)
     for path in targets:
         wrapped = ADAPTERS[kind](
@@ -154,7 +151,7 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
 
 
 def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:
-    """Put LoRA adapters (fp32, meta device) beside the 3-D expert parameters of a frozen model."""
+    """Add LoRA adapters (fp32, meta device) to 3-D expert parameters of a frozen model."""
     modules: dict[str, list[str]] = {}
     for path in parameters:
         module, _, name = path.rpartition(".")
@@ -199,7 +196,7 @@ def adapted_layers(module: nn.Module) -> list[Adapted]:
 
 @contextlib.contextmanager
 def as_at_start(layers: Iterable[Adapted]) -> Iterator[None]:
-    """In this block of code these layers are what they were when training started."""
+    """Let these layers compute with the adapters' initial values while the block runs."""
     for layer in layers:
         layer.is_adapted = False
     try:
@@ -210,7 +207,7 @@ def as_at_start(layers: Iterable[Adapted]) -> Iterator[None]:
 
 
 def keep_start(model: nn.Module) -> None:
-    """Give each adapter of a model on the meta device a frozen copy, for the values that training starts from."""
+    """Add a frozen copy to each adapter of a model on the meta device, for the initial values."""
     for layer in adapted_layers(model):
         layer.start = start = copy.deepcopy(layer.lora).requires_grad_(False)
         if isinstance(start, LoraAdapter):
@@ -219,15 +216,15 @@ def keep_start(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fill_start(model: nn.Module) -> None:
-    """Copy the adapters' values, of this rank's shards, to what `keep_start` has made."""
+    """Copy this rank's shards of the adapters to the copies that `keep_start` has added."""
     for layer in adapted_layers(model):
         if layer.start is not None:
-            for kept, current in zip(layer.start.parameters(), layer.lora.parameters(), strict=True):
-                local_part(kept).copy_(local_part(current))
+            for start, current in zip(layer.start.parameters(), layer.lora.parameters(), strict=True):
+                local_part(start).copy_(local_part(current))
 
 
 def magnitudes(module: nn.Module) -> list[nn.Module]:
-    """The parts of a block's adapters that are gathered in fp32."""
+    """The magnitudes of a block's DoRA adapters, which are gathered in fp32."""
     return [child for child in module.modules() if isinstance(child, Magnitude)]
 
 
@@ -258,43 +255,42 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield "base_model.model." + canonical_name(name), parameter
 
 
-# --- in PEFT's format, so that PEFT loads each weight into the layer it was trained in ---
+# --- PEFT's format: PEFT must load each weight into the layer that it was trained in ---
 
 
 def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
-    """Whether PEFT takes this linear layer's name for experts that had that name in earlier versions."""
+    """Whether PEFT maps this linear layer's name to experts that had the name in earlier versions."""
     renamed = LoraConfig(target_modules=[leaf])
     try:
         convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
-    except ValueError:  # it wants gate_proj and up_proj together
+    except ValueError:  # PEFT requires gate_proj and up_proj together
         return True
     return renamed.target_modules != {leaf}
 
 
 def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
-    """The layers that PEFT must be given as parameters, because it takes their names for other modules.
+    """The layers that PEFT must get as target_parameters, because it maps their names to other modules.
 
-    These are shared experts next to routed ones: PEFT takes names like up_proj for the routed experts. Given the
-    shared expert's weight as a parameter, it does the same computation under the same names in the file.
+    These are shared experts next to routed ones: PEFT maps names like up_proj to the routed experts. With the shared
+    expert's weight as a parameter, it does the same computation under the same names in the file.
     """
     renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}
     return [path for path in targets if path.rsplit(".", 1)[-1] in renamed]
 
 
 def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
-    """Refuse DoRA and patterns with layers that PEFT must be given as parameters: there it supports plain LoRA only."""
+    """Refuse DoRA and patterns for target_parameters, for which PEFT supports plain LoRA only."""
     by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
-    patterns = options.rank_pattern or options.alpha_pattern
-    if by_weight and (kind != "lora" or patterns):
-        what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
+    if by_weight and (kind != "lora" or options.rank_pattern or options.alpha_pattern):
+        feature = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
         raise UserError(
             f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which it supports plain "
-            f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
+            f"LoRA only, not {feature}. Name other layers in --lora_target_modules, or use plain LoRA."
         )
 
 
 def _as_int(alpha: float) -> int:
-    """A whole number as one, which is what PEFT's type says and other readers want."""
+    """An integer if alpha is one, as PEFT declares and other programs expect."""
     return int(alpha) if alpha == int(alpha) else alpha  # type: ignore[return-value]
 
 
@@ -311,7 +307,7 @@ def peft_config(
     """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
 
     Args:
-        linears: paths of all linear layers of the blocks. targets: those with an adapter.
+        linears: paths of all linear layers of the blocks. targets: paths of layers with an adapter.
         parameters: paths of the 3-D parameters with an adapter.
     """
     by_weight = reached_by_weight(targets, model_config)
@@ -319,12 +315,12 @@ def peft_config(
     target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
     named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
-    # Twice the rank, with the same scaling factor.
+    # Twice the rank with the same scaling factor, see `saved_parameters`.
     rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
         r=rank_ratio * options.rank,
         lora_alpha=_as_int(alpha_ratio * options.alpha),
-        # Only training uses dropout, and PEFT refuses it together with target_parameters.
+        # PEFT refuses dropout together with target_parameters, and only training uses it.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
         target_parameters=target_parameters or None,

@@ -1,6 +1,6 @@
-"""Reads an adapter's folder in PEFT's format, of this program (then training.json says more of it) or of another one.
+"""Reads an adapter's folder in PEFT's format. An adapter of this program has further information in training.json.
 
-Without torch and PEFT: the options of a run need it.
+Imports neither torch nor PEFT, so that options are checked quickly.
 """
 
 import json
@@ -15,15 +15,14 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.utils.errors import UserError
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "training.json"
-PREFIX = "base_model.model."  # of the tensors' names
-# Settings of LoRA that are supported nowhere here -> their neutral values besides null.
+PREFIX = "base_model.model."  # begins the names of the tensors
+# Unsupported settings of LoRA -> their neutral values besides null.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,)),
     **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), ([], {})),
     **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},)),
 }
-# Initial values that are subtracted from the base: PEFT saves the adapter for that other base unless it is told to
-# convert it.
+# Initial values that change the base: PEFT saves the adapter for the changed base unless it is asked to convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _TYPES: dict[str, Any] = {
     "r": int,
@@ -38,8 +37,8 @@ _TYPES: dict[str, Any] = {
 class PretrainedAdapter:
     """An adapter that training starts from.
 
-    kind: lora or dora. base_name: as in its configuration. options: option -> the value that it decides. names,
-    shapes: of `read_header`. record: the content of training.json, empty without one.
+    kind: lora or dora. base_name: the base model in its configuration. options: option -> value that the adapter
+    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one.
     """
 
     folder: Path
@@ -55,13 +54,13 @@ class PretrainedAdapter:
         return self.folder / WEIGHTS
 
     def lineage(self) -> dict[str, Any]:
-        """The adapter's name, and the run and step that it is of, for the record of a run that starts from it."""
-        known = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
-        return {"name": self.folder.resolve().name, **known}
+        """The adapter's name, run and step, for the training record of a run that starts from it."""
+        origin = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
+        return {"name": self.folder.resolve().name, **origin}
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:
-    """Read the configuration of an adapter and its tensors' names and shapes. Raises UserError if it cannot train."""
+    """Read an adapter's configuration and its tensors' names and shapes. Raises UserError if it cannot be trained."""
     config = read_config(folder)
     if config.get("bias") not in (None, "none"):
         raise UserError(f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here.")
@@ -78,40 +77,40 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
     )
 
 
-def tensor_differences(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[str]:
-    """How an adapter's tensors differ from those of a model's adapter, by name -> shape; empty if they do not."""
+def tensor_differences(actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """The differences between an adapter's tensors (name -> shape) and those of a model's adapter, a line for each."""
     differences = {
-        "it lacks": [name for name in wanted if name not in found],
-        "this model's adapter has no": [name for name in found if name not in wanted],
+        "it lacks": [name for name in expected if name not in actual],
+        "this model's adapter has no": [name for name in actual if name not in expected],
         "": [
-            f"{name} is {list(found[name])} and must be {list(shape)}"
-            for name, shape in wanted.items()
-            if name in found and tuple(found[name]) != tuple(shape)
+            f"{name} is {list(actual[name])} and must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in actual and tuple(actual[name]) != tuple(shape)
         ],
     }
     return [
-        f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}".strip()
-        for what, names in differences.items()
+        f"{problem} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}".strip()
+        for problem, names in differences.items()
         if names
     ]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json. Raises UserError if it is missing, damaged, not LoRA's or has unsupported settings."""
+    """Read adapter_config.json. Raises UserError if it is missing, damaged, not for LoRA, or not supported."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
     config = _read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"--adapter {folder} is of PEFT's type {config.get('peft_type')}; only LORA is supported.")
+        raise UserError(f"--adapter {folder} has PEFT's type {config.get('peft_type')}; only LORA is supported.")
     for name, neutral in _UNSUPPORTED.items():
         if config.get(name) is not None and config[name] not in neutral:
             raise UserError(f"--adapter {folder} has {name} {config[name]!r}, which is not supported here.")
     for name, kind in _TYPES.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise UserError(f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file.")
-    numbers = {name: config.get(name, 8) for name in ("r", "lora_alpha")}
-    numbers |= (config.get("rank_pattern") or {}) | (config.get("alpha_pattern") or {})
-    for name, value in numbers.items():
+    sizes = {name: config.get(name, 8) for name in ("r", "lora_alpha")}
+    sizes |= (config.get("rank_pattern") or {}) | (config.get("alpha_pattern") or {})
+    for name, value in sizes.items():
         if not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"--adapter {folder}: {CONFIG} has {value!r} for {name}. Restore the file.")
     init = config.get("init_lora_weights")
@@ -124,12 +123,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The content of training.json, which this program writes; empty without one."""
+    """The content of training.json, which this program writes; empty if there is none."""
     return _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
 def weights_file(folder: Path) -> Path:
-    """The file of the tensors. Raises UserError if there is none."""
+    """The file with the tensors. Raises UserError if there is none."""
     path = folder / WEIGHTS
     if not path.is_file():
         pickled = path.with_suffix(".bin").is_file()
@@ -139,15 +138,15 @@ def weights_file(folder: Path) -> Path:
 
 
 def _explain_folder(folder: Path) -> str:
-    """Name a folder that is no adapter, and say how to get one."""
+    """Describe a folder that is not an adapter, and how to get one from it."""
     if not folder.is_dir():
         return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
     names = {path.name for path in folder.iterdir()}
     if names & {"manifest.json", "checkpoints"}:
-        what = "a checkpoint" if "manifest.json" in names else "a run without an adapter"
-        return f"it is {what}. Make an adapter of it: fsdp-qlora export {folder} --out DIR."
+        content = "a checkpoint" if "manifest.json" in names else "a run without an adapter"
+        return f"it is {content}. Export its adapter: fsdp-qlora export {folder} --out DIR."
     if "config.json" in names:
-        return "it is a whole model, which is given as --model_name."
+        return "it is a whole model. Give it as --model_name."
     return f"it has no {CONFIG}. Give a folder with an adapter in PEFT's format."
 
 
@@ -157,12 +156,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--adapter: {path} cannot be read ({error}). Restore the file.") from error
     if not isinstance(content, dict):
-        raise UserError(f"--adapter: {path} is no table. Restore the file.")
+        raise UserError(f"--adapter: {path} does not contain a JSON object. Restore the file.")
     return content
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Names of the tensors as this program calls them -> in the file, and -> shapes. Raises UserError if damaged."""
+    """(Plain name of each tensor -> name in the file, plain name -> shape). Raises UserError if the file is damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
             names = {_plain(name): name for name in file.keys()}  # noqa: SIM118
@@ -172,7 +171,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
 
 
 def _plain(name: str) -> str:
-    """A tensor's name without what some versions of PEFT, and some trainers, add."""
+    """A tensor's name without additions of some versions of PEFT and of some trainers."""
     name = name.replace(".default.", ".").removesuffix(".default")
     return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
 
@@ -180,7 +179,7 @@ def _plain(name: str) -> str:
 def _options(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any], record: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Option -> the value that the adapter decides."""
+    """Option -> value that the adapter determines."""
     options = {
         "lora_rank": config.get("r", 8),
         "lora_alpha": config.get("lora_alpha", 8),
@@ -196,12 +195,12 @@ def _options(
     }
     settings = record.get("settings", {})
     if str(settings.get("init_lora_weights", "true")).startswith(("pissa", "olora")):
-        # One half of the rank is the part subtracted from the base: training continues with the other half.
+        # Half of the rank is the product that was subtracted from the base. Training continues with the other half.
         names = ("lora_rank", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
-        own = {name: settings.get(name) for name in names}
-        if own["lora_rank"] is None or options["lora_rank"] != 2 * own["lora_rank"]:
+        trained = {name: settings.get(name) for name in names}
+        if trained["lora_rank"] is None or options["lora_rank"] != 2 * trained["lora_rank"]:
             raise UserError(f"--adapter {folder}: {CONFIG} and {RECORD} do not fit together. Restore the files.")
-        options |= {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+        options |= {name: tuple(value) if isinstance(value, list) else value for name, value in trained.items()}
     return options
 
 
@@ -210,13 +209,13 @@ def _pattern(pattern: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str, ...]:
-    """The adapted layers: as the configuration names them, or path by path where it does so in other ways too."""
+    """The adapted layers, as the configuration names them, or as whole paths if other settings restrict the names."""
     targets = config.get("target_modules")
     by_weight = [name.removesuffix(".weight") for name in config.get("target_parameters") or () if ".weight" in name]
-    chosen_otherwise = any(config.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern"))
-    if isinstance(targets, list) and targets and not chosen_otherwise:
+    is_restricted = any(config.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    if isinstance(targets, list) and targets and not is_restricted:
         return (*sorted(targets), *by_weight)
-    if isinstance(targets, str) and not by_weight and not chosen_otherwise:
+    if isinstance(targets, str) and not by_weight and not is_restricted:
         return (targets,)
     ends = ".lora_A.weight"
     inside = {name for name in shapes if ".base_layer." in name or ".experts." in name}

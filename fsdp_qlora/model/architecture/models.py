@@ -1,4 +1,4 @@
-"""The model's architecture: configuration, tokenizer, model on the meta device, blocks and layers by structure."""
+"""The model's architecture: configuration, tokenizer, meta model, and its blocks and layers found by structure."""
 
 import ast
 import contextlib
@@ -38,13 +38,12 @@ from fsdp_qlora.utils.files import read_json, why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
-_LARGE = 2**24  # numbers of a tensor; smaller ones cost little, and may become buffers, which stay real
+_MAX_BLOCKS = 1000  # Llama 3.1 405B has 126; a damaged configuration may have so many that building would not end
+_LARGE = 2**24  # elements of a tensor; smaller tensors cost little, and may become buffers, which must be real
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
 _READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
-_SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a test needs to be true
-# Module names that wrappers add to a parameter's path and that weight files do not have.
-_WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
+_SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a condition requires
+_WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")  # in the paths of parameters, but not in weight files
 
 
 def canonical_name(name: str) -> str:
@@ -56,14 +55,14 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     """Read a decoder-only model's configuration.
 
     Args:
-        folder: of the model, or a file that is its config.json under any name.
-        trust_remote_code: run code from the folder; its files are named in the log.
+        folder: the model's folder, or its config.json under any name.
+        trust_remote_code: run code from the folder; the log names its files.
     Raises:
         UserError: config.json is missing or unreadable, or the model is not decoder-only or needs its own code.
     """
     _check_model_type(folder if folder.is_file() else folder / "config.json", name, trust_remote_code=trust_remote_code)
     if trust_remote_code:
-        log.info("Code that comes with the model runs if it is needed (--trust_remote_code): %s.", _own_code(folder))
+        log.info("The model's own code may run (--trust_remote_code): %s.", _own_code(folder))
     try:
         with _one_process_at_a_time(enabled=trust_remote_code):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -77,25 +76,26 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
         )
     blocks = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(blocks, int) and blocks > _MOST_BLOCKS:
+    if isinstance(blocks, int) and blocks > _MAX_BLOCKS:
         raise UserError(
-            f"model_name {name}: its config.json says num_hidden_layers {blocks}, more than the {_MOST_BLOCKS} of any "
-            "model that can be built here. Download it again."
+            f"model_name {name}: its config.json has num_hidden_layers {blocks}, and at most {_MAX_BLOCKS} are "
+            "supported. Download it again."
         )
     return config
 
 
 def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
-    """transformers' class that builds a model of the configuration with its head.
+    """transformers' class that builds a model with its head from the configuration; None if there is none.
 
-    The one that the checkpoint names, so that an adapter has the names of the whole; else of text, or images and text.
+    It builds the class that the checkpoint names, so that parameters have the same names; otherwise a class for text,
+    or for images and text.
     """
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     classes = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    found = {auto._model_mapping[type(config)]: auto for auto in classes if type(config) in auto._model_mapping}
+    built = {auto._model_mapping[type(config)]: auto for auto in classes if type(config) in auto._model_mapping}
     names = config.architectures if isinstance(config.architectures, list) else []
-    return next((auto for built, auto in found.items() if built.__name__ in names), next(iter(found.values()), None))
+    return next((auto for model, auto in built.items() if model.__name__ in names), next(iter(built.values()), None))
 
 
 def _own_code(folder: Path) -> str:
@@ -103,13 +103,13 @@ def _own_code(folder: Path) -> str:
 
 
 def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager[object]:
-    """A lock around transformers' copying of a model's code, which is not safe with several ranks."""
+    """A lock around transformers' copying of a model's code, which several ranks must not do at once."""
     if not enabled:
         return contextlib.nullcontext()
     folder = Path(HF_MODULES_CACHE)
     if not folder.is_dir() and (reason := why_not_writable(folder)):
         raise UserError(
-            f"The model's code cannot be copied to {folder}: {reason}. HF_MODULES_CACHE names another folder."
+            f"The model's code cannot be copied to {folder}: {reason}. Set HF_MODULES_CACHE to another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / "fsdp_qlora.lock")
@@ -123,7 +123,7 @@ def _needs_own_code(name: str, folder: Path) -> UserError:
 
 
 def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
-    """Refuse models for which transformers would guess from the folder name or ask at the terminal."""
+    """Refuse models for which transformers would guess the type from the folder's name, or ask at the terminal."""
     if not path.is_file():
         raise UserError(
             f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "
@@ -140,8 +140,8 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
         raise _needs_own_code(name, path.parent)
     if not has_code:
         raise UserError(
-            f"model_name {name}: {path} says model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know. For a newer model `pip install --upgrade transformers`."
+            f"model_name {name}: {path} has model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not support. For a newer model `pip install --upgrade transformers`."
         )
 
 
@@ -157,7 +157,7 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
         # Without an explicit trust_remote_code, transformers asks at the terminal whether to run a tokenizer's code.
         with _one_process_at_a_time(enabled=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        tokenizer("a")  # what is wrong with model_max_length, say, shows here only
+        tokenizer("a")  # some errors, such as a wrong model_max_length, are raised only here
     except UserError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
@@ -178,7 +178,7 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
 
 
 def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a model stops at a token that its chat template writes. A base model may bring a template too."""
+    """Whether the chat template writes a token at which the model stops. Base models may have a template too."""
     template, stops = str(tokenizer.chat_template or ""), [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         named = read_json(folder / name).get("eos_token_id")
@@ -209,18 +209,18 @@ def _attention_candidates(
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes large tensors without values on the meta device.
+    """Creates large tensors on the meta device at once.
 
-    accelerate moves a parameter there after it was made, and the experts of a layer may be larger than the memory.
+    accelerate moves a parameter there only after it was created, and the experts of a layer may exceed the memory.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func in (torch.empty, torch.zeros) and given.get("device") is None:
-            made = func(*args, **{**given, "device": "meta"})
-            if made.numel() >= _LARGE:
-                return made
-        return func(*args, **given)
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            if on_meta.numel() >= _LARGE:
+                return on_meta
+        return func(*args, **kwargs)
 
 
 def build_meta_model(
@@ -237,10 +237,10 @@ def build_meta_model(
 
     Args:
         attn_implementation: a transformers name, or "auto" for the best one that the model and device support.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
         compute_dtype, device: restrict "auto": flash-attn needs 16 bits and an Ampere GPU.
         experts_implementation: a transformers name; None for its default.
-        trust_remote_code: build with code that came with the configuration.
+        trust_remote_code: run code from the model's folder.
     Raises:
         UserError: the requested attention implementation cannot be used, or the configuration is inconsistent.
     """
@@ -271,8 +271,10 @@ def build_meta_model(
                 f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
         if empty := [path for path, parameter in model.named_parameters() if not parameter.numel()]:
-            what = f"The {config.model_type} model described by config.json"
-            raise UserError(f"{what} has weights without numbers, such as {empty[0]}. Download it again.")
+            raise UserError(
+                f"The {config.model_type} model described by config.json has weights of size 0, such as {empty[0]}. "
+                "Download it again."
+            )
         model.tie_weights()
         model.config.use_cache = False
         return model
@@ -280,28 +282,28 @@ def build_meta_model(
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """The most tokens of a row that the model supports; None if its configuration names none."""
+    """The largest number of tokens in a row that the model supports; None if its configuration has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
 def at_most_positions(config: PretrainedConfig, length: int) -> int:
-    """The tokens of a row, or as many as the model supports if these are fewer."""
+    """The smaller of `length` and the largest number of tokens that the model supports."""
     return min(length, most_positions(config) or length)
 
 
 def _decoder(model: nn.Module) -> nn.Module:
-    """The part that all text passes; a module that transformers did not build is its own."""
+    """The part through which all text passes. A module that transformers has not built is its own decoder."""
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
 def decoder_path(model: PreTrainedModel) -> str:
-    """The path of the part that all text passes; "" if that is the model itself."""
+    """The path of the decoder; "" if it is the model itself."""
     decoder = _decoder(model)
     return next(path for path, module in model.named_modules() if module is decoder)
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks: the module list of the decoder, without towers for images, with the most parameters."""
+    """The decoder blocks: the module list with the most parameters in the decoder, without vision towers."""
     lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
@@ -309,71 +311,71 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Path -> part, of those beside the decoder and the head, which text does not pass: vision towers, projectors."""
-    to_decoder, found = decoder_path(model).split("."), {}
+    """Path -> part of the model through which text does not pass, such as vision towers and projectors."""
+    to_decoder, towers = decoder_path(model).split("."), {}
     for depth, inner in enumerate(filter(None, to_decoder)):
-        around = ".".join(to_decoder[:depth])
-        for name, child in model.get_submodule(around).named_children():
+        parent = ".".join(to_decoder[:depth])
+        for name, child in model.get_submodule(parent).named_children():
             if name != inner and child is not model.get_output_embeddings() and any(True for _ in child.parameters()):
-                found[f"{around}.{name}".lstrip(".")] = child
-    return found
+                towers[f"{parent}.{name}".lstrip(".")] = child
+    return towers
 
 
 def block_linears(model: nn.Module) -> list[str]:
-    """Paths of all linear layers inside the decoder blocks, in the order of the model."""
+    """The paths of all linear layers inside the decoder blocks, in the order of the model."""
     inside = {*find_blocks(model).modules()}
     return [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
 
 
 def read_directly(model: nn.Module) -> list[str]:
-    """Paths of the decoder blocks' linear layers whose weight or bias another module reads, as a Mamba layer does.
+    """The paths of the blocks' linear layers whose weight or bias another module reads, as a Mamba layer does.
 
-    Found in the modules' source: what a pass reads depends on a machine's kernels, and adapters must fit everywhere.
+    They are found in the modules' source code: a forward pass may read others with other kernels, and an adapter must
+    be the same on every machine.
     """
     inside = {*find_blocks(model).modules()}
-    found = {
+    read = {
         f"{path}.{child}"
         for path, module in model.named_modules()
         if module in inside
         for child, switches in _reads(type(module))  # type: ignore[arg-type]
         if all(getattr(module, switch, True) for switch in switches)
     }
-    return [path for path in block_linears(model) if path in found]
+    return [path for path in block_linears(model) if path in read]
 
 
 @functools.cache
 def _reads(kind: type[nn.Module]) -> set[tuple[str, frozenset[str]]]:
-    """(path of a child, attributes of the module that are true where it reads the child's weight or bias)."""
-    found: set[tuple[str, frozenset[str]]] = set()
-    own = [vars(each) for each in kind.__mro__ if not each.__module__.startswith("torch.")]
-    for name, method in (item for methods in own for item in methods.items()):
+    """(Path of a child, the module's attributes that must be true so that it reads the child's weight or bias)."""
+    reads: set[tuple[str, frozenset[str]]] = set()
+    classes = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+    for name, method in (item for attributes in classes for item in attributes.items()):
         if inspect.isfunction(method) and not re.search("init|reset", name):
-            with contextlib.suppress(OSError, SyntaxError):  # made without a file
+            with contextlib.suppress(OSError, SyntaxError):  # functions without a source file
                 tree = ast.parse("if True:\n" + textwrap.indent(inspect.getsource(method), " "))
-                found.update(_reads_below(tree, frozenset()))
-    return found
+                reads.update(_reads_below(tree, frozenset()))
+    return reads
 
 
 def _reads_below(node: ast.AST, switches: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
     if isinstance(node, ast.Attribute) and (read := _READ.fullmatch(ast.unparse(node))):
         yield read[1], switches
-    for each in ast.iter_child_nodes(node):
-        needed = _SWITCH.findall(ast.unparse(node.test)) if isinstance(node, ast.If) and each in node.body else ()
-        yield from _reads_below(each, switches.union(needed))
+    for child in ast.iter_child_nodes(node):
+        conditions = _SWITCH.findall(ast.unparse(node.test)) if isinstance(node, ast.If) and child in node.body else ()
+        yield from _reads_below(child, switches.union(conditions))
 
 
 def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
-    """The blocks that block expansion added to a model.
+    """The indices of the blocks that block expansion added to a model.
 
     Raises:
         UserError: config.json does not record any.
     """
-    found = getattr(config, NEW_BLOCKS, None)
-    count = config.get_text_config().num_hidden_layers
-    if isinstance(found, list) and found and set(found) <= set(range(count)):
-        return found
+    indices, count = getattr(config, NEW_BLOCKS, None), config.get_text_config().num_hidden_layers
+    if isinstance(indices, list) and indices and set(indices) <= set(range(count)):
+        return indices
     raise UserError(
-        f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
+        f"{model_name}: its config.json does not list the added blocks ({NEW_BLOCKS}: {indices}). Create the model "
         "with fsdp-qlora expand MODEL --out FOLDER."
     )
 
@@ -384,12 +386,12 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
 
 
 def can_skip_logits(model: PreTrainedModel) -> bool:
-    """Whether the model can compute logits at chosen positions only."""
+    """Whether the model's forward method can compute logits at selected positions only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, buffer) of the buffers that weight files hold."""
+    """(path, buffer) of the buffers that weight files contain."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

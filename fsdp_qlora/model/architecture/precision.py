@@ -6,9 +6,11 @@ import torch
 
 
 class Precision(NamedTuple):
-    """compute_dtype: of matrix products, of decoded 4-bit weights, and of quant_storage.
-    frozen_dtype: of frozen weights that are not quantized.
-    param_dtype: to which FSDP2 casts trainable weights when it gathers them; None keeps fp32.
+    """The dtypes of a run.
+
+    compute_dtype: dtype of matrix products, decoded 4-bit weights and quant_storage.
+    frozen_dtype: dtype of frozen weights that are not quantized.
+    param_dtype: FSDP2 casts trainable weights to it when it gathers them; None keeps fp32.
     autocast: whether the forward pass runs under autocast to compute_dtype.
 
     Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary tables) keep
@@ -22,7 +24,7 @@ class Precision(NamedTuple):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the range of gradients is so narrow that the loss must be scaled."""
+        """Whether the loss must be scaled, since gradients in fp16 have a narrow range."""
         return self.compute_dtype == torch.float16
 
 
@@ -39,7 +41,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def autocast_kind(tensor: torch.Tensor) -> str:
-    """The device type whose autocast holds for a tensor; the meta device has none, there the CPU's does."""
+    """The device type whose autocast applies to a tensor. The meta device has none; the CPU's applies."""
     return "cpu" if tensor.is_meta else tensor.device.type
 
 

@@ -13,14 +13,15 @@ from fsdp_qlora.distributed.shards import local_part, own_rows
 from fsdp_qlora.model.architecture.precision import autocast_kind
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in
-# 16 bits. A matrix of at most twice that is faster whole: a product packs its input for each part again.
+# In float32, a large matrix is decoded and multiplied in parts of this size, which stay in a CPU's cache. In 16 bits,
+# sums over parts would lose precision. A matrix of at most twice the size is faster as a whole, since a product packs
+# its input again for each part.
 _DECODED_BYTES = 4 * 2**20
-_ALIGNED_ROWS = 256  # of codes: where all quantization statistics start anew
+_ALIGNED_ROWS = 256  # rows of codes after which a group of every quantization statistic begins
 
 
 class StoredParameter(NamedTuple):
-    """A parameter of a layer as a tensor in a file: its bytes row by row, without the padding of the last row."""
+    """A layer's parameter as a tensor in a file: its bytes row by row, without the padding of the last row."""
 
     parameter: str
     form: TensorForm
@@ -29,8 +30,8 @@ class StoredParameter(NamedTuple):
 class Matrix(NamedTuple):
     """Selects a matrix of a stored weight.
 
-    shape: of the matrix. first: index of its first weight in the stored weight, the start of a block or group.
-    transposed: the matrix is [in, out] and not [out, in].
+    shape: the matrix's shape. first: index of its first element in the stored weight, at the start of a block or group.
+    transposed: whether the matrix is stored as [in, out], not [out, in].
     """
 
     shape: tuple[int, ...]
@@ -41,8 +42,8 @@ class Matrix(NamedTuple):
 class FrozenProduct(NamedTuple):
     """Products with a frozen layer's weight W [out, in], while it is gathered.
 
-    dtype: of the computation. multiply: each x [N, in] -> x W^T + b, new tensors. multiply_grad: grad_y [N, out] ->
-    grad_y W, the gradient of x, a new tensor. W may be freed and gathered again in between.
+    dtype: dtype of the computation. multiply: each x [N, in] -> x W^T + b, new tensors. multiply_grad: grad_y [N, out]
+    -> grad_y W, the gradient of x, a new tensor. W may be freed and gathered again between the two calls.
     """
 
     dtype: torch.dtype
@@ -53,22 +54,19 @@ class FrozenProduct(NamedTuple):
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
-    Its parameters are frozen. `weight` holds the codes, packed bytes viewed as the compute dtype. Each row codes
-    `row_weights` consecutive weights, so a shard can be quantized alone. At least one of the statistics is float32, so
-    that FSDP2 gathers a decoder block as bytes (see `sharding.parallelize.check_gathered_as_bytes`).
+    Its parameters are frozen. `weight` holds the codes: packed bytes viewed as the compute dtype. Each row codes
+    `row_weights` consecutive weights in whole quantization blocks, so a rank can quantize its rows alone. At least one
+    statistic is float32: with two dtypes in a decoder block FSDP2 gathers bytes, and not 16-bit floats, whose copy
+    kernel would change codes that look like NaN (pytorch#159333, see `sharding.parallelize.check_gathered_as_bytes`).
     """
 
     shape: tuple[int, ...]
     compute_dtype: torch.dtype
     weight: nn.Parameter
-    # The weight's name below the module's in the weight files; empty where the module replaces a parameter.
-    weight_name: str = ""
-    # Whether a `Matrix` may select rows of a matrix.
-    selects_rows = False
-    # Names of the parameters that hold quantization statistics, for the byte account.
-    statistics: tuple[str, ...] = ()
-    # Whether a token's product does not depend on how tokens are grouped, beyond the rounding of sums.
-    is_exact = True
+    weight_name: str = ""  # the weight's name below the module's in the weight files; "" if the module replaces it
+    selects_rows = False  # whether a `Matrix` may select rows of a matrix
+    statistics: tuple[str, ...] = ()  # names of the parameters that hold quantization statistics
+    is_exact = True  # whether a token's product depends on the other tokens only by the rounding of sums
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
         super().__init__()
@@ -76,30 +74,29 @@ class QuantizedWeight(nn.Module):
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A frozen parameter of `rows` times `row_bytes` on the meta device, viewed as `dtype` (the compute dtype)."""
+        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default: the compute dtype)."""
         dtype = dtype or self.compute_dtype
-        return nn.Parameter(
-            torch.empty(rows, row_bytes // dtype.itemsize, dtype=dtype, device="meta"), requires_grad=False
-        )
+        memory = torch.empty(rows, row_bytes // dtype.itemsize, dtype=dtype, device="meta")
+        return nn.Parameter(memory, requires_grad=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that the weight is decoded from, while they are gathered."""
+        """The tensors from which the weight is decoded, while they are gathered."""
         return (self.weight, *(getattr(self, name) for name in self.statistics))
 
-    # `tensors` are those that `tensors()` gives: FSDP2 refills them before the backward pass.
+    # `tensors` below are returned by `tensors()`. FSDP2 refills the same tensors before the backward pass.
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        """A matrix (or the whole weight) in its stored orientation, in `dtype`."""
+        """Decode a matrix (or the whole weight), in its stored orientation, to `dtype`."""
         raise NotImplementedError
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
+        """Compute x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
         return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
 
     def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        """grad_y W, the gradient of x."""
+        """Compute grad_y W, the gradient of x."""
         return grad_y @ self._upright(part, grad_y.dtype, *tensors)
 
     def _upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
@@ -108,7 +105,7 @@ class QuantizedWeight(nn.Module):
         return stored.T if part.transposed else stored
 
     def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b; differentiable in x [.., in]. x and bias are in the compute dtype."""
+        """Compute x W^T + b, differentiable in x [.., in]. x and bias are in the compute dtype."""
         result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(matrix, bias))
         return result
 
@@ -136,14 +133,14 @@ class QuantizedWeight(nn.Module):
             grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
             for index, (rows, part) in enumerate(parts):
                 decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
-                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # with 0 it is only written
+                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # beta 0 ignores the uninitialized memory
                 del decoded
             return grad_x
 
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
 
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
-        """Rows of a matrix and what selects them: all, or as many as should be decoded at a time."""
+        """Split a matrix into the parts that are decoded at a time: (rows of the matrix, selection of the part)."""
         num_rows, num_columns = matrix.shape
         whole, is_small = [(slice(0, num_rows), matrix)], 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
         if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed or is_small:
@@ -158,17 +155,17 @@ class QuantizedWeight(nn.Module):
         ]
 
     def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
-        """The weight (or a matrix of it) as stored, in the compute dtype. Only while the parameters are gathered."""
+        """Decode the weight (or a matrix of it) to the compute dtype. The parameters must be gathered."""
         return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
-        """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
+        """The elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
         first, last = own_rows(self.weight, mesh)
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Quantize and store `values`, the weights of `shard_range`. Called on every rank of the shard group."""
+        """Quantize and store `values`, the elements in `shard_range`. Collective over the shard group."""
         raise NotImplementedError
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
@@ -176,24 +173,24 @@ class QuantizedWeight(nn.Module):
         raise NotImplementedError
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        """The result that `dequantize` must give for the whole `weight`, computed unsharded."""
+        """Quantize and decode the whole `weight`. `dequantize` must return the same bits."""
         raise NotImplementedError
 
     # ---- in files ----
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
-        """Suffix of the weight's name in a file -> the parameter stored there."""
+        """Suffix of the weight's name in a file -> the parameter that is stored under it."""
         raise NotImplementedError
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Suffix of the weight's name -> a tensor that every rank reads whole, for `load_whole`.
 
-        dtype: of the weight before quantization; names and sizes do not depend on it.
+        dtype: dtype of the weight before quantization. Names and sizes do not depend on it.
         """
         return {}
 
     def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
-        """Load or check the bytes of one tensor of `stored_whole`, called `name`. Raises UserError if it differs."""
+        """Load or check the bytes of the tensor `name` of `stored_whole`. Raises UserError if it differs."""
         raise NotImplementedError
 
     def code_settings(self) -> dict[str, Any]:
@@ -201,24 +198,24 @@ class QuantizedWeight(nn.Module):
         raise NotImplementedError
 
     def describe_code(self) -> str:
-        """How the weight is quantized, in a few words."""
+        """A short description of the quantization."""
         raise NotImplementedError
 
     def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
-        """Bytes [start, stop) of the stored tensor that make up this rank's shard of the parameter."""
+        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
         parameter = getattr(self, stored.parameter)
         row_bytes = parameter.shape[1] * parameter.element_size()
         first, last = own_rows(parameter, mesh)
         return min(first * row_bytes, stored.form.num_bytes), min(last * row_bytes, stored.form.num_bytes)
 
     def stored_bytes(self, stored: StoredParameter) -> torch.Tensor:
-        """The bytes of this rank's shard, uint8; at the tensor's end possibly more than `stored_range`."""
+        """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed `stored_range`."""
         parameter = getattr(self, stored.parameter)
         return local_part(parameter).detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
-    """y = x W^T + b with W [out, in]. List it before the quantizer's class among the bases."""
+    """Computes y = x W^T + b with W [out, in]. List it before the quantizer's class among the bases."""
 
     weight_name = "weight"
 
@@ -252,17 +249,17 @@ class QuantizedExperts(QuantizedWeight):
         return math.prod(self.shape[1:]) % self.row_weights == 0
 
     def expert(self, index: int) -> Matrix:
-        """An expert's matrix."""
+        """The matrix of an expert."""
         return Matrix(self.shape[1:], index * math.prod(self.shape[1:]), self.transposed)
 
 
 class _DecodedMatmul(torch.autograd.Function):
-    """x W^T + b for x [.., in] and a stored matrix W [out, in], decoded in the forward pass and again in backward."""
+    """Computes x W^T + b for x [.., in] and a quantized W [out, in], which is decoded again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, product: FrozenProduct) -> torch.Tensor:
-        # FSDP2 refills the same gathered tensors before the backward pass. In an attribute, instead of through
-        # save_for_backward, activation checkpointing does not have to compute them again.
+        # FSDP2 refills the same gathered tensors before the backward pass. They are in an attribute and not in
+        # save_for_backward, so that activation checkpointing does not recompute the forward pass for them.
         ctx.product = product
         (y,) = product.multiply(x.flatten(0, -2))
         return y.view(*x.shape[:-1], y.shape[-1])
@@ -300,7 +297,7 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.
 
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
+    """Store the bytes of `values` in this rank's part of a parameter. Zeroes the rest of it."""
     local = local_part(parameter)
     target = local.view(-1).view(torch.uint8)
     source = values.reshape(-1).view(torch.uint8)
@@ -309,7 +306,7 @@ def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:
-    """The tensors that make up a quantized weight in a file."""
+    """The dtypes and shapes of a quantized weight's tensors in a file."""
     forms = {weight + suffix: stored.form for suffix, stored in layer.stored_parameters().items()}
     whole = layer.stored_whole()
     return forms | {weight + suffix: TensorForm(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}

@@ -21,7 +21,7 @@ from fsdp_qlora.model.quantizers.base import (
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# With few groups at a time a GPU sums a group in another order, so their number is padded to a multiple of this.
+# With few groups a GPU sums each group in another order, so the number of groups is padded to a multiple of this.
 _FEW_GROUPS = 256
 # The hqq library's own solver settings, except for early_stop: see _quantize_groups.
 _SOLVER = {
@@ -35,8 +35,8 @@ class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
     Parameters (frozen):
-        weight: the codes of a group in a row, [groups, group_size * n_bits / 8 bytes] viewed as the compute dtype.
-        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32.
+        weight: one group of codes per row, [groups, group_size * n_bits / 8 bytes] viewed as the compute dtype.
+        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32 (see QuantizedWeight).
     """
 
     selects_rows = True
@@ -90,7 +90,7 @@ class HqqWeight(QuantizedWeight):
             "group_size": self.group_size,
             "solver": _SOLVER,
             "hqq": hqq.__version__,
-            "torch": torch.__version__,  # whose operations the solver consists of
+            "torch": torch.__version__,  # the solver uses its operations
         }
 
     def describe_code(self) -> str:
@@ -106,25 +106,25 @@ class HqqExperts(QuantizedExperts, HqqWeight):
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:
-    """Number of groups to quantize or decode at once in float32: they fit a CPU's cache, or fill a GPU."""
+    """The number of groups to quantize or decode at once in float32: they fit into a CPU's cache, or fill a GPU."""
     return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
 
 
 def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize whole groups (the last may be short): uint8 codes [groups, group_size], float16 [groups, 2] scale, zero.
+    """Quantize whole groups (the last may be short) to uint8 codes [groups, group_size] and float16 scale, zero.
 
-    This is HQQLinear with axis=1: scale from the group's range, zero from the library's proximal solver, in float32.
-    HQQLinear's solver runs at most 20 iterations and stops when the error of the whole tensor no longer falls, so
-    a slice's result would depend on the slice. Here it always runs all 20: a group's result depends on the group
-    alone. Scale and zero are float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
+    As HQQLinear with axis=1: the scale is computed from the group's range, the zero by the library's proximal solver,
+    in float32. HQQLinear's solver stops when the error of the whole tensor no longer decreases, so a shard's result
+    would depend on the split. Here it always runs all 20 iterations: a group's result depends only on the group. Scale
+    and zero [groups, 2] are float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
     """
     from hqq.core.optimize import optimize_weights_proximal_v2
 
-    if not values.numel():  # fewer groups than ranks
+    if not values.numel():  # there are fewer groups than ranks
         empty = values.new_empty(0, group_size, dtype=torch.uint8)
         return empty, values.new_empty(0, 2, dtype=torch.float16)
     flat = values.flatten()
-    # A short group is padded with its last weight, which does not change its range.
+    # A short group is padded with its last weight, which does not change the range.
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     largest = 2**n_bits - 1
     all_codes, statistics = [], []
@@ -155,13 +155,13 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
 
 
 def _values(codes: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [groups, group_size] -> float32 weights."""
+    """Decode uint8 codes [groups, group_size] to float32 weights."""
     scale, zero = scale_zero.float().split(1, dim=1)
     return torch.sub(codes, zero).mul_(scale)
 
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
-    """uint8 codes [groups, group_size] -> bytes [groups, group_size * n_bits / 8]; part of a group in the high bits."""
+    """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8], first codes in high bits."""
     planes, shift = [], 0
     for bits in _PLANES[n_bits]:
         plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)

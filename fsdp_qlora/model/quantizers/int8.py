@@ -14,14 +14,14 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_ELEMENTS = 2**31 - 1  # of a matrix that bitsandbytes' kernels index with int32
+_MAX_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels index a matrix with int32
 
 
 class Int8Weight(QuantizedWeight):
-    """A matrix [out, in] as 8-bit integers, with one scale for each row; it multiplies 8-bit activations.
+    """A matrix [out, in] as 8-bit integers with one scale per row. Activations are rounded to 8 bits too.
 
     Parameters (frozen):
-        weight: int8 [out, in] viewed as the compute dtype, rows padded to whole elements of it.
+        weight: int8 [out, in] viewed as the compute dtype; rows are padded to whole elements of it.
         row_scale: float32 [out, 1], the largest magnitude of each row (bitsandbytes' SCB).
     Args:
         int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
@@ -46,10 +46,10 @@ class Int8Weight(QuantizedWeight):
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """x W^T + b with each token's values rounded to 8 bits; values above the threshold keep their precision.
+        """Compute x W^T + b with each token's values rounded to 8 bits, except values above the threshold.
 
-        bitsandbytes keeps the precision of a whole column when one token of the batch is above the threshold in it,
-        so a token's result depends on its neighbours. Here each token gets the result of a batch of its own.
+        bitsandbytes keeps the precision of a whole column if one token of the batch is above the threshold in it, so a
+        token's result depends on the other tokens. Here each token gets the result of a batch that has only this token.
         """
         return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
 
@@ -63,7 +63,7 @@ class Int8Weight(QuantizedWeight):
         row_bytes = self.weight.shape[1] * self.weight.element_size()
         codes, row_scale = rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
         if len(rows):  # there may be fewer rows than ranks
-            # bitsandbytes rounds to fp16 first, whatever the model's dtype.
+            # bitsandbytes rounds every dtype to fp16 first.
             codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
             codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
         write_bytes(self.weight, codes)
@@ -89,40 +89,40 @@ class Int8Linear(QuantizedLinear, Int8Weight):
 
 @functools.cache
 def _warn_of_slow_products(in_features: int) -> None:
-    log.warning("int8 layers of %d input features, no multiple of 4, are multiplied in fp32 on a GPU.", in_features)
+    log.warning("int8 layers with %d inputs, not a multiple of 4, are multiplied in fp32 on a GPU.", in_features)
 
 
 def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Storage tensors -> (int8 [out, in], float32 [out])."""
+    """View the stored tensors as codes, int8 [out, in], and scales, float32 [out]."""
     codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
 
 
 def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int8 [out, in] -> weights in `dtype`, as bitsandbytes decodes them for the gradient."""
+    """Decode int8 [out, in] to weights in `dtype`, as bitsandbytes does for the gradient."""
     return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
 
 def _multiply(
     x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
-    tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels disregard strides
-    most = _MOST_ELEMENTS // max(codes.shape)
-    if len(tokens) > most:
-        parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(most)]
+    """Multiply x [.., in] by int8 codes [out, in] with row_scale [out], see `Int8Weight.multiply`."""
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels ignore strides
+    max_tokens = _MAX_ELEMENTS // max(codes.shape)
+    if len(tokens) > max_tokens:
+        parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(max_tokens)]
         return torch.cat(parts).view(*x.shape[:-1], -1)
     rounded, outliers = tokens.half(), None
     if threshold:
         outliers = rounded.abs() >= threshold
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
-    # The kernel for GPUs writes fp16, whatever the dtype. Tokens scaled to at most 1 stay in its range, and a factor
-    # that is a power of two, here the scale without its mantissa, changes no other bit.
-    x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest number; tokens of zeros have none
+    # The GPU kernel writes fp16 for every dtype. Tokens scaled to at most 1 stay in its range. The factor is a power of
+    # two, the scale without its mantissa, so that it changes only exponents.
+    x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest positive number; a token of zeros has scale 0
     power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype)
-    y.mul_(power.unsqueeze(1))  # in float32: 65,536 is beyond fp16
+    y.mul_(power.unsqueeze(1))  # a float32 factor: it may be 65,536, which is beyond fp16
     if bias is not None:
         y.add_(bias)
     if outliers is not None:

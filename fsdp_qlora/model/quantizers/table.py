@@ -1,4 +1,4 @@
-"""The QUANTIZERS table, and the functions that replace a meta model's layers by quantized ones.
+"""The QUANTIZERS table, and the replacement of a meta model's layers by quantized ones.
 
 A quantizer is a module with one subclass of QuantizedWeight, the layers built on it, and one row of QUANTIZERS.
 """
@@ -16,7 +16,7 @@ from fsdp_qlora.model.quantizers.routed import is_transposed
 
 
 class Quantizer(NamedTuple):
-    """Layer classes for the linear layers and for the experts of a model; None if experts cannot be quantized."""
+    """The classes that replace linear layers and experts. experts: None if the quantizer does not support them."""
 
     linear: type[QuantizedLinear]
     experts: type[QuantizedExperts] | None
@@ -32,22 +32,20 @@ QUANTIZERS: dict[str, Quantizer] = {
 def quantize_layers(
     model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
 ) -> bool:
-    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones of these `options`.
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones with these `options`.
 
     Returns whether there were experts that the quantizer could replace.
     """
-    quantized = QUANTIZERS[quantizer]
+    classes, replaced = QUANTIZERS[quantizer], False
     for name in linears:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), name
-        model.set_submodule(name, quantized.linear(linear, **options))
-    replaced = False
-    for name in experts:
+        model.set_submodule(name, classes.linear(linear, **options))
+    for name in experts if classes.experts else ():
         path, _, leaf = name.rpartition(".")
         parent, parameter = model.get_submodule(path), model.get_parameter(name)
-        if quantized.experts is None:
-            continue
-        layer = quantized.experts(parameter, transposed=is_transposed(parent), **options)
+        assert classes.experts is not None
+        layer = classes.experts(parameter, transposed=is_transposed(parent), **options)
         if layer.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, layer)
