@@ -208,7 +208,7 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("scales", "words"),
     [
-        ({}, "is in FP8 and has no scale in floats"),
+        ({}, "is in FP8 and has no floating-point scale"),
         ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.data.batches.micro_batch import describe_documents
-from fsdp_qlora.model.architecture.token_mixers import ByDocument, groups, keep_documents_apart, tell
+from fsdp_qlora.model.architecture.token_mixers import ByDocument, groups, keep_documents_apart, pass_documents
 from fsdp_qlora.model.quantizers.routed import expert_parameters
 from tests.reference import decode, load_adapter, load_base
 from tests.rounding import SGD, rounding
@@ -165,8 +165,8 @@ def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) 
     assert by_document.is_needed is None  # one document tells nothing
     for _ in range(2):
         mixer.calls.clear()
-        _, told = tell([by_document], mixer, (), describe_documents(lengths))  # as its block does
-        found = by_document(x, **told)
+        _, kwargs = pass_documents([by_document], mixer, (), describe_documents(lengths))  # as its block does
+        found = by_document(x, **kwargs)
         torch.testing.assert_close(found, expected)
     assert mixer.calls == ([(1, 63)] if knows else [(2, 30), (1, 3), (2, 1)])
     [own], [gradient] = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
