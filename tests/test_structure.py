@@ -32,12 +32,12 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 31_005,
+    "lines of the library": 30_989,
     "files of the library": 164,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 105,
-    "lines of tests": 25_271,
+    "lines of tests": 25_316,
     "files that name recompute": 25,
     "mentions of world_size outside the layout": 96,
     "places that ask for the kind of rows": 20,
@@ -169,6 +169,16 @@ def advice(grown: Mapping[str, int]) -> str:
             "If the addition is worth its size, raise its number in MOST and give the reason in the commit.",
         ]
     )
+
+
+def test_docstrings_and_help_begin_with_their_subject() -> None:
+    being_worded = {"config", "context", "data", "observability", "planning", "training"}
+    trees = [(module, tree) for module, tree in MODULES.items() if not being_worded & {*module.split(".")}]
+    expressions = [
+        (module, node.value) for module, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    ]
+    texts = [(module, str(node.value)) for module, node in expressions if isinstance(node, ast.Constant)]
+    assert len(texts) > 500 and not [text for text in texts if re.match(r"\s*(As of|Of|Those|What)\b", text[1])]
 
 
 def test_names_of_tests_are_short() -> None:
