@@ -47,7 +47,7 @@ def stopped(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.STATE, "state_00000.safetensors"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_to_every_file_is_found(name: str, damage: str, stopped: Path, tmp_path: Path) -> None:
+def test_any_damage_to_any_checkpoint_file_is_detected(name: str, damage: str, stopped: Path, tmp_path: Path) -> None:
     folder = tmp_path / "step_000014"
     shutil.copytree(stopped / "checkpoints" / "step_000014", folder)
     checkpoint.verify(folder)
@@ -56,7 +56,7 @@ def test_every_damage_to_every_file_is_found(name: str, damage: str, stopped: Pa
         checkpoint.verify(folder)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_quarantined_and_the_previous_used(
     reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
 ) -> None:
     shutil.copytree(stopped, tmp_path / "out")
@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert_same(tmp_path / "out")
 
 
-def test_two_ranks_then_one_then_four_give_the_same_run(reference: Reference, tmp_path: Path) -> None:
+def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(reference: Reference, tmp_path: Path) -> None:
     options = reference.same_but(tmp_path / "out")
     run(options, tmp_path / "logs2", ANY, fault=partial(at_step, 5, KILLED))
     run(options, tmp_path / "logs1", ANY, ranks=1, fault=partial(at_step, 11, KILLED))

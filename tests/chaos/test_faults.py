@@ -77,7 +77,7 @@ def test_training_goes_on_when_no_checkpoint_fits(reference: Reference, assert_s
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root")
-def test_on_a_disk_that_is_really_full_the_newest_checkpoint_is_kept(reference: Reference, tmp_path: Path) -> None:
+def test_a_full_disk_never_costs_the_newest_checkpoint(reference: Reference, tmp_path: Path) -> None:
     (disk := tmp_path / "disk").mkdir()
     size = sum(path.stat().st_size for path in (reference.output_dir / "checkpoints" / "step_000020").iterdir())
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={2 * size + 100_000}", "tmpfs", str(disk)]).returncode:
@@ -106,9 +106,7 @@ def lose_numbers(*steps: int) -> None:
     Trainer._loss = loss  # type: ignore[method-assign]
 
 
-def test_nan_on_one_rank_halts_all_with_the_state_before_it(
-    reference: Reference, assert_same: Same, tmp_path: Path
-) -> None:
+def test_nan_on_one_rank_stops_all_before_the_update(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0)
     for log in finish(options, tmp_path / "logs0", [1, 1], fault=partial(lose_numbers, 5)).logs:
         assert "error: Step 6: the loss is not finite" in log.read_text() and "Traceback" not in log.read_text()
@@ -117,7 +115,7 @@ def test_nan_on_one_rank_halts_all_with_the_state_before_it(
     assert_same(tmp_path / "out")
 
 
-def test_nan_on_one_rank_is_skipped_by_all_and_only_so_often(reference: Reference, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_nan_step_a_limited_number_of_times(reference: Reference, tmp_path: Path) -> None:
     options = reference.same_but(tmp_path / "out", on_nonfinite="skip")
     text = run(options, tmp_path / "logs0", fault=partial(lose_numbers, 5))
     assert text.count("It is skipped.") == 1 and "with samples" in text
@@ -155,7 +153,7 @@ def test_an_adapter_that_is_not_finite_is_never_saved(reference: Reference, tmp_
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def test_a_loss_that_stands_out_is_noticed_and_noise_is_not() -> None:
+def test_loss_spikes_are_reported_and_noise_is_not() -> None:
     noise = torch.randn(50, generator=torch.Generator().manual_seed(0)).mul(0.1).add(2).tolist()
     assert spike(noise, 2.3) is None and spike(noise[:5], 9.0) is None
     assert spike(noise, 3.5) == pytest.approx(2.0, abs=0.1)
@@ -288,7 +286,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("case", ENDS)
-def test_a_rank_that_goes_wrong_ends_all_with_one_reason(case: str, reference: Reference, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_all_ranks_with_its_reason(case: str, reference: Reference, tmp_path: Path) -> None:
     end, out = ENDS[case], tmp_path / "out"
     options = reference.same_but(out, **{"hang_minutes": 0.05, **end.options} if "loading" in case else end.options)
     if "mirror" in case:
@@ -378,7 +376,7 @@ def test_restart_after_out_of_memory_recomputes_more(reference: Reference, asser
         (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),  # its process hosts the store
     ],
 )
-def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(
+def test_a_stopped_rank_is_reported_by_its_neighbour(
     stopped: int, says: str, reference: Reference, tmp_path: Path
 ) -> None:
     with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)) as job:
@@ -389,7 +387,7 @@ def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(
     assert says in job.output()
 
 
-def test_silence_counts_between_announcement_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_heartbeats_count_only_while_a_rank_is_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("POLL_SECONDS", 0.01), ("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
         monkeypatch.setattr(presence, name, seconds)
     alone: list[int] = []

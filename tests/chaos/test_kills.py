@@ -120,7 +120,7 @@ DISTURBANCES = {
 
 
 @pytest.mark.slow
-def test_random_faults_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_a_run_with_random_faults_gives_the_same_bytes(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
     seed, minutes = int(os.environ.get("CHAOS_SEED", time.time())), float(os.environ.get("CHAOS_MINUTES", 0))
     print(f"CHAOS_SEED={seed}")
@@ -184,7 +184,7 @@ PHASES = [("fsync", 6), ("fsync", 7), ("fsync", 8), ("fsync", 9), ("rename", 2),
 
 
 @pytest.mark.slow
-def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
+def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_total_limit=2)

@@ -36,7 +36,7 @@ def train_and_measure(argv: list[str], folder: Path) -> int:
     return status
 
 
-def test_300_steps_take_less_than_a_mebibyte(tmp_path: Path, models: Callable[..., Path]) -> None:
+def test_300_steps_leak_less_than_a_mebibyte(tmp_path: Path, models: Callable[..., Path]) -> None:
     argv = flags(
         model_name=models(num_hidden_layers=1), dataset=write_rows(tmp_path / "rows.jsonl", make_rows(100)),
         output_dir=tmp_path / "out", quant_cache="off", log_to="tqdm", max_steps=LAST, num_epochs=100, batch_size=2,

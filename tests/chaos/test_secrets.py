@@ -63,7 +63,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["error", "bug"])
-def test_no_secret_is_in_what_a_failing_run_says(case: str, tmp_path: Path) -> None:
+def test_a_failing_run_prints_no_secret(case: str, tmp_path: Path) -> None:
     dataset = LOGIN if case == "error" else write_rows(tmp_path / "rows.jsonl", make_rows(8))
     argv = flags(dataset=dataset, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output")
     statuses, output = on_ranks(2, train_with_secrets, (tmp_path, argv, case == "bug"), tmp_path / "logs")
@@ -99,7 +99,7 @@ def test_known_forms_are_hidden_and_common_words_are_not(monkeypatch: pytest.Mon
         ("https://x/a?api_key=abc https://x/b?AWSAccessKeyId=b", "https://x/a?api_key=S https://x/b?AWSAccessKeyId=S"),
     ],
 )
-def test_a_secret_by_its_name_in_a_remote_or_a_query_is_hidden(text: str, hidden: str) -> None:
+def test_secrets_in_rclone_remotes_and_url_queries_are_hidden(text: str, hidden: str) -> None:
     assert redact(text) == hidden.replace("=S", f"={HIDDEN}") == redact(redact(text))
 
 

@@ -90,7 +90,7 @@ with stops.Signals(ends_process=True).handled():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_start_that_waits_where_no_handler_runs(number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_a_start_that_waits_in_cpp_code(number: signal.Signals, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", _WAITS_IN_C], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     with process:
         assert process.stdout is not None and process.stdout.readline() == "waits\n"
@@ -115,7 +115,7 @@ def lose_output() -> None:
     at_step(3, close, 0)
 
 
-def test_a_child_of_a_run_ends_when_it_is_terminated() -> None:
+def test_a_forked_child_process_can_be_terminated() -> None:
     """As a reward function does with the code of an answer that runs too long."""
     signals = stops.Signals()
     with signals.handled():
@@ -133,7 +133,7 @@ def test_a_child_of_a_run_ends_when_it_is_terminated() -> None:
             child.kill()
 
 
-def test_a_run_outlives_its_output(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+def test_a_run_continues_when_its_output_is_closed(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_output)
     assert_same(tmp_path / "out")
     assert status(tmp_path / "out")["output"] == "lost: Broken pipe"
@@ -164,7 +164,7 @@ def take_ten_seconds_per_step() -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 
-def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on(
+def test_max_hours_stops_with_a_checkpoint_and_can_be_raised(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=80)
@@ -190,7 +190,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
     assert_same(tmp_path / "out")
 
 
-def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
+def test_ranks_make_equal_decisions_and_detect_different_steps() -> None:
     ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
     ranks[2].signals.requested = stops._STOP_OF_SIGNAL[15]
     flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)

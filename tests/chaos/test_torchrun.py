@@ -59,7 +59,7 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes],
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
+def test_a_run_restarted_by_torchrun_gives_the_same_bytes(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     argv = flags(**reference.same_but(tmp_path / "out"))
@@ -75,7 +75,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
 
 
 @pytest.mark.slow
-def test_the_death_of_torchrun_ends_the_workers_that_hold_the_folder(
+def test_workers_end_when_torchrun_is_killed(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out")
@@ -138,7 +138,7 @@ sys.exit(train.main(sys.argv[1:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGSTOP])
-def test_a_launcher_that_is_stopped_for_a_while_ends_no_run(
+def test_a_paused_launcher_does_not_end_the_run(
     number: signal.Signals, reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     (tmp_path / "impatient.py").write_text(IMPATIENT)
@@ -204,7 +204,7 @@ exit $3
         (["- - 1", "- - 1", "- - 1"], 1),
     ],
 )
-def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: int, tmp_path: Path) -> None:
+def test_run_forever_restarts_runs_that_can_still_finish(plan: list[str], code: int, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "PLAN").write_text("\n".join([*plan, "finished 0 99"]) + "\n")
     (tmp_path / "fake.sh").write_text(FAKE)
@@ -214,7 +214,7 @@ def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: i
     assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
 
 
-def test_run_forever_goes_on_where_another_machine_has_the_folder(tmp_path: Path) -> None:
+def test_run_forever_waits_while_another_machine_has_the_folder(tmp_path: Path) -> None:
     (tmp_path / "PLAN").write_text("- - 1\n" * 4 + "- - 0\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]

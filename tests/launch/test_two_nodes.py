@@ -93,7 +93,7 @@ def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_the_run_goes_on_with_another_node_or_with_fewer(
+def test_a_run_resumes_on_another_node_or_on_fewer(
     is_replaced: bool, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(nodes)

@@ -11,7 +11,7 @@ from fsdp_qlora.model.architecture import attention
 from tests.tiny import PROBE
 
 
-def test_repeating_keys_and_values_changes_nothing(
+def test_repeating_keys_and_values_gives_the_same_attention(
     models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = models("llama")  # two heads share each key

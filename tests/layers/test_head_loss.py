@@ -49,7 +49,7 @@ def whole_loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, f
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_loss_and_gradients_are_those_of_whole_logits(
+def test_chunked_loss_and_gradients_match_whole_logits(
     form: LogitForm, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
 
 
 @pytest.mark.parametrize("form", [*FORMS, *WARM])
-def test_each_token_has_its_loss_entropy_and_the_gradient_of_its_factor(
+def test_token_losses_entropies_and_weighted_gradients_are_right(
     form: LogitForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
@@ -92,7 +92,7 @@ def test_each_token_has_its_loss_entropy_and_the_gradient_of_its_factor(
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits(
+def test_chunked_loss_allocates_at_most_one_chunk_of_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = 8
@@ -128,7 +128,7 @@ class NewTensors(TorchDispatchMode):
         return result
 
 
-def test_entropies_take_no_further_tensor_as_large_as_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entropies_need_no_second_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = 32 * VOCABULARY
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", chunk * 6)
     parts = [part.detach() for part in parts_of_a_head(torch.bfloat16)]
@@ -140,7 +140,7 @@ def test_entropies_take_no_further_tensor_as_large_as_a_chunk(monkeypatch: pytes
     assert found["entropy"] == found["none"] and chunk in found["none"]
 
 
-def test_a_chunk_of_a_large_vocabulary_is_bounded_and_of_whole_tiles() -> None:
+def test_chunks_are_bounded_and_multiples_of_a_tile() -> None:
     for words in (32_000, 151_936, 262_144):
         for dtype in (torch.bfloat16, torch.float32):
             tokens = head_loss.tokens_at_a_time(words, dtype)
@@ -148,7 +148,7 @@ def test_a_chunk_of_a_large_vocabulary_is_bounded_and_of_whole_tiles() -> None:
             assert head_loss.logits_bytes(10**6, words, dtype) <= head_loss.MAX_CHUNK_BYTES
 
 
-def test_rows_with_a_target_are_those_before_it_in_the_same_row() -> None:
+def test_targets_are_predicted_from_the_previous_token_of_their_row() -> None:
     labels = torch.tensor([[-100, 5, -100, 7], [-100, -100, 8, -100]])
     rows, targets = learned_rows(labels)
     assert rows.tolist() == [0, 2, 5] and targets.tolist() == [5, 7, 8]
@@ -199,7 +199,7 @@ class Masked(nn.Embedding):
         return super().forward(ids) * (ids != 0)[..., None]
 
 
-def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> None:
+def test_only_plain_lookup_embeddings_are_shared() -> None:
     with torch.device("meta"):
         modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
     modules.append(nn.Embedding(50, 8, max_norm=1.0))
@@ -297,7 +297,7 @@ def _compare(folders: dict[str, str]) -> int:
     return 0
 
 
-def test_ranks_with_other_tokens_match_losses_of_whole_logits(models: Models, tmp_path: Path) -> None:
+def test_vocabulary_parallel_loss_matches_whole_logits(models: Models, tmp_path: Path) -> None:
     folders = {}
     for case, options in CASES.items():
         overrides = {name: value for name, value in options.items() if name != "trained"}

@@ -52,7 +52,7 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, recomputes: bool) -> None:
+def test_fused_modules_give_the_same_bits(model_type: str, recomputes: bool) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         model = model_of(model_type, dtype)
         model.model.layers[0].post_attention_layernorm.requires_grad_(True)
@@ -91,7 +91,7 @@ class OtherMlp(nn.Module):
         return self.c(self.a(x) * self.act(self.b(x)) * self.factor)
 
 
-def test_modules_that_compute_something_else_are_left_alone() -> None:
+def test_modules_that_compute_something_else_are_not_fused() -> None:
     assert as_rms_norm(OtherNorm(2, 1)) and not as_rms_norm(OtherNorm(1.99, 1)) and not as_rms_norm(OtherNorm(2, 2))
     assert not as_rms_norm(nn.LayerNorm(16))
     mlp = as_gated_mlp(OtherMlp(1.0))
@@ -114,7 +114,7 @@ def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
-def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: str) -> None:
+def test_fused_blocks_save_neither_norm_outputs_nor_gated_activations(kind: str) -> None:
     norm = RmsNorm(nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6)
     gate, up, down = (adapted(kind, size=IN) for _ in range(3))
     model = nn.Sequential(norm, GatedMlp({"gate": gate, "up": up, "down": down}, ("gate", "up", "down"), nn.SiLU()))
@@ -129,7 +129,7 @@ def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_pieces_of_long_rows_change_nothing(
+def test_chunked_mlps_give_the_same_bits_for_long_rows(
     recomputes: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("gemma2", dtype)

@@ -69,14 +69,14 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_parts(kind: str, checkpointed: bool) -> None:
+def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed: bool) -> None:
     layer, x = adapted(kind), tokens()
     output = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
     assert_near(results(output, x, layer), results(in_parts(layer, x), x, layer))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "hqq"])
-def test_a_matrix_that_is_decoded_in_parts_has_the_same_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = adapted(kind, size=300), tokens()
     expected = results(layer(x), x, layer)
     monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
@@ -98,7 +98,7 @@ def test_autocast_computes_in_16_bits_and_gives_gradients_in_32(kind: str) -> No
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_dropped_parts_are_the_same_in_forward_recomputation_and_backward(checkpointed: bool) -> None:
+def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed: bool) -> None:
     layer, x = adapted("nf4", dropout=0.25), tokens()
     torch.manual_seed(5)
     dropped = Dropout.draw(0.25)(x)
@@ -112,7 +112,7 @@ def test_dropped_parts_are_the_same_in_forward_recomputation_and_backward(checkp
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_only_the_input_and_the_low_rank_product_are_kept(dropout: float) -> None:
+def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> None:
     layer, x = adapted("nf4", dropout=dropout), tokens()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

@@ -70,7 +70,7 @@ def gradients(model: nn.Module, lengths: tuple[int, ...] = (5, 9, 7)) -> list[to
 
 
 @pytest.mark.quick
-def test_inputs_on_the_host_give_the_same_gradients_in_reused_memory(
+def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
@@ -94,9 +94,7 @@ def test_inputs_on_the_host_give_the_same_gradients_in_reused_memory(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("recomputed", [BLOCKS, 1, 0])
-def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
-    recomputed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Model()
     expected = gradients(copy.deepcopy(model))

@@ -61,7 +61,7 @@ def step(block: nn.Module, x: torch.Tensor, *, checkpointed: bool) -> list[torch
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_pieces_change_neither_values_nor_gradients_nor_what_is_dropped(
+def test_chunking_changes_no_value_gradient_or_dropout_mask(
     checkpointed: bool, dropout: float, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = Block("16 or 32 bits" if autocast else "nf4", dropout)
@@ -78,7 +78,7 @@ def test_pieces_change_neither_values_nor_gradients_nor_what_is_dropped(
     assert_near(found[True], found[False], 5e-3 if autocast else 1e-6)
 
 
-def test_an_input_without_gradient_may_be_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_supports_inputs_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x = Block(), torch.randn(TOKENS, IN)
     y = block(x)
     expected = torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)
@@ -103,7 +103,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_recomputed_block_decodes_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     x, found = torch.randn(TOKENS, IN), []
     for size in (TOKENS, PIECE):
         monkeypatch.setattr(pieces, "PIECE_TOKENS", size)
@@ -144,14 +144,14 @@ class Other(nn.Module):
         return y
 
 
-def test_what_mixes_tokens_or_has_other_weights_is_no_mlp() -> None:
+def test_modules_that_mix_tokens_or_have_other_weights_are_no_mlps() -> None:
     assert as_own_mlp(Other(0)) and not as_own_mlp(Other(1)) and not as_own_mlp(nn.TransformerEncoderLayer(8, 2, 24))
     normed = Other(0)
     normed.norm = nn.LayerNorm(8)
     assert not as_own_mlp(normed)
 
 
-def test_pieces_are_for_long_rows_and_wide_mlps() -> None:
+def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
     sizes = {"hidden": 4096, "inner": 12288}
     assert [count_pieces(tokens, **sizes) for tokens in (2048, 16383, 16384, 78475)] == [1, 1, 2, 10]
     assert count_pieces(78475, hidden=2048, inner=768) == 1

@@ -69,7 +69,7 @@ class FakeMemory:
         ),
     ],
 )
-def test_as_few_blocks_recompute_as_fit(
+def test_the_fewest_blocks_that_fit_recompute(
     memory: dict[str, int], too_few: int | None, recomputing: int, tried: list[int] | None
 ) -> None:
     model = _model()
@@ -89,7 +89,7 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     assert number == BLOCKS - 3
 
 
-def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute() -> None:
+def test_a_step_near_the_memory_limit_makes_more_blocks_recompute() -> None:
     model = _model()
     set_recompute(model, 6)
     watch = MemoryWatch(model, 6, most=20.0)
@@ -97,7 +97,7 @@ def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute() -> None:
         assert watch.stepped(reserved) == number == sum(block.is_on for block in recomputed_blocks(model))
 
 
-def test_only_blocks_that_are_switched_on_run_twice() -> None:
+def test_only_recomputing_blocks_run_twice() -> None:
     model = _model()
     set_recompute(model, 3)
     x = torch.ones(1, 4, requires_grad=True)
@@ -108,7 +108,7 @@ def test_only_blocks_that_are_switched_on_run_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
-def test_the_room_for_an_optimizers_state_is_that_of_the_state_it_makes(name: str) -> None:
+def test_reserved_optimizer_memory_equals_the_real_state(name: str) -> None:
     model = nn.Linear(64, 96)
     optimizer = ShardedOptimizer(model, name, lr=0.0, weight_decay=0.0)
     rooms = [tensor.nbytes for tensor in optimizer.room_for_state()]

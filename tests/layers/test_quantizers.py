@@ -126,7 +126,7 @@ def _fill(layer: QuantizedWeight, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, "int8 without outliers"])
 @pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])  # the last: rows of one and a half blocks
-def test_product_and_gradient_are_those_of_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
+def test_quantized_product_and_gradient_match_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
@@ -145,7 +145,7 @@ def test_product_and_gradient_are_those_of_the_decoded_weight(kind: str, shape: 
 
 
 @pytest.mark.parametrize(("kind", "threshold"), [("int8", 6.0), ("int8 without outliers", 0.0)])
-def test_int8_gives_each_token_what_bitsandbytes_gives_it_alone(kind: str, threshold: float) -> None:
+def test_int8_matches_bitsandbytes_for_each_token_alone(kind: str, threshold: float) -> None:
     shape, bias = (96, 128), torch.randn(96)
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
@@ -222,7 +222,7 @@ def test_int8_products_beyond_fp16_are_finite_on_a_card() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 4e-3  # bf16 keeps 8 bits
 
 
-def test_an_int8_product_that_fp16_holds_is_finite_for_any_token() -> None:
+def test_int8_products_within_fp16_are_finite_for_any_token() -> None:
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.zeros(1, 128, dtype=torch.float16)
     x[0, 5] = 40_000  # its scale's power of two is 65,536, which is beyond fp16
@@ -231,7 +231,7 @@ def test_an_int8_product_that_fp16_holds_is_finite_for_any_token() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 1e-3  # fp16 keeps 11 bits
 
 
-def test_int8_products_are_cut_where_int32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_products_are_split_at_the_int32_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
     whole = _multiply(x, None, codes, row_scale, 6.0)
@@ -240,7 +240,7 @@ def test_int8_products_are_cut_where_int32_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_4bit_kernels_get_pieces_that_an_int32_can_count(double_quant: bool) -> None:
+def test_4bit_kernels_get_pieces_within_the_int32_limit(double_quant: bool) -> None:
     values = torch.empty(2**31 + 128, device="meta", dtype=torch.bfloat16)
     experts = QUANTIZERS["bnb_4bit"].experts(
         nn.Parameter(torch.empty(3, 2**15, 2**15, device="meta")), transposed=False, quant_type="nf4",

@@ -137,7 +137,9 @@ def test_new_blocks_experts_train_in_full_as_transformers_do() -> None:
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "int8_lora"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
-def test_the_host_waits_once_a_layer_of_experts(family: str, train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_experts_synchronizes_the_host_once(
+    family: str, train_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = build(family, train_type, adapted=train_type != "int8_lora")
     ends: list[int] = []
     read = routed.read_ends

@@ -142,7 +142,7 @@ def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
 
 
 @pytest.mark.parametrize("where", [None, 0.99])
-def test_the_self_test_looks_at_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
+def test_the_self_test_compares_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
     argv = options(models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1, verbose=True)
     statuses, output = on_ranks(2, _train_with_wrong_expert, (argv, where), tmp_path / "logs")
     if where is None:
@@ -171,7 +171,7 @@ def _train_after_a_trial(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def test_a_trial_adds_up_gradients_as_a_step_does(models: Models, tmp_path: Path) -> None:
+def test_a_probe_accumulates_gradients_like_a_step(models: Models, tmp_path: Path) -> None:
     changed = {"train_type": "full", "gradient_accumulation_steps": 2, "max_steps": 1}
     argv = options(models("llama"), tmp_path, **changed)
     statuses, output = on_ranks(1, _train_after_a_trial, (argv,), tmp_path / "logs")
@@ -180,7 +180,7 @@ def test_a_trial_adds_up_gradients_as_a_step_does(models: Models, tmp_path: Path
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("train_type", ["qlora", "lora", "bnb_dora", "hqq_lora", "int8_lora", "full"])
-def test_each_rank_gives_every_gather_a_multiple_of_16_bytes(train_type: str, num_ranks: int) -> None:
+def test_every_all_gather_input_is_a_multiple_of_16_bytes(train_type: str, num_ranks: int) -> None:
     # No size of this model is a multiple of 16. NCCL copies other parts byte by byte.
     sizes = {"hidden_size": 36, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 3}
     config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=2, vocab_size=101, head_dim=12)

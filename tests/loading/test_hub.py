@@ -150,7 +150,7 @@ def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
     assert f"FOLDER {folder}" in offline and sum(hub.requests.values()) == 2
 
 
-def test_what_cannot_be_had_is_said_on_every_rank(hub: Hub, find: Callable[..., list[str]]) -> None:
+def test_every_rank_reports_why_a_download_failed(hub: Hub, find: Callable[..., list[str]]) -> None:
     (output,) = find(1, HF_HUB_OFFLINE="1")
     assert "REFUSED model_name owner/model: there is no such local folder" in output
     hub.gated = True
@@ -165,7 +165,7 @@ def test_what_cannot_be_had_is_said_on_every_rank(hub: Hub, find: Callable[..., 
     assert not hub.requests
 
 
-def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Callable[..., list[str]]) -> None:
+def test_a_download_larger_than_the_free_disk_is_refused(hub: Hub, find: Callable[..., list[str]]) -> None:
     class Huge(bytes):
         def __len__(self) -> int:
             return 2**60
@@ -176,7 +176,7 @@ def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Cal
     assert not hub.requests
 
 
-def test_a_rank_whose_downloader_is_killed_says_so(hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]) -> None:
+def test_ranks_report_a_killed_download(hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]) -> None:
     hub.may_answer.clear()
     downloader, waiting = start(2)
     assert waiting.stdout and waiting.stdout.readline() == "CONNECTED\n" and hub.is_asked.wait(600)

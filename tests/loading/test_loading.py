@@ -90,7 +90,7 @@ def _load(folder: Path, result: Path) -> int:
     return 0
 
 
-def test_a_rank_reads_its_part_and_holds_its_shard_and_the_parts_in_flight(tmp_path: Path) -> None:
+def test_a_rank_reads_only_its_part_within_the_memory_bound(tmp_path: Path) -> None:
     quantized_bytes = make_big_model(tmp_path, layers=24)
     statuses, output = on_ranks(2, _load, (tmp_path, tmp_path), tmp_path / "logs")
     assert statuses == [0, 0], output
@@ -105,7 +105,9 @@ def test_a_rank_reads_its_part_and_holds_its_shard_and_the_parts_in_flight(tmp_p
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora"])
-def test_nan_that_one_rank_reads_is_named_by_both(train_type: str, models: Callable[..., Path], tmp_path: Path) -> None:
+def test_nan_in_one_ranks_part_is_reported_by_every_rank(
+    train_type: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     state = load_file(models() / "model.safetensors")
     state[name][-1, -1] = torch.nan

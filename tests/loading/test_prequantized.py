@@ -64,7 +64,7 @@ def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, object]:
     ],
     ids=["nested uint8", "bf16", "nested fp32", "nested fp4"],
 )
-def test_a_saved_4bit_model_trains_as_our_own_quantization(
+def test_a_saved_4bit_model_trains_like_quantizing_at_load(
     options: dict[str, object], ranks: list[int], same: dict[str, object], models: Models, tmp_path: Path
 ) -> None:
     source = models("llama", **UNEVEN)
@@ -83,7 +83,7 @@ def test_a_saved_4bit_model_trains_as_our_own_quantization(
         assert ("has no effect" in output) == bool(overruled) and all(flag in output for flag in overruled)
 
 
-def test_layers_that_the_checkpoint_left_alone_stay_as_they_are(models: Models, tmp_path: Path) -> None:
+def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(models: Models, tmp_path: Path) -> None:
     folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"])
     reference = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
@@ -212,7 +212,7 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
         ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )
-def test_fp8_scales_that_are_wrong_are_named(scales: dict, words: str, models: Models, tmp_path: Path) -> None:
+def test_wrong_fp8_scales_are_refused_by_name(scales: dict, words: str, models: Models, tmp_path: Path) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
     file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
@@ -243,7 +243,7 @@ UNUSABLE: list[tuple[dict, dict, dict, str]] = [
 
 
 @pytest.mark.parametrize(("quantized", "tensors", "options", "words"), UNUSABLE)
-def test_4bit_models_that_cannot_be_used_are_refused_by_name(
+def test_unsupported_4bit_models_are_refused_by_name(
     quantized: dict, tensors: dict, options: dict, words: str, models: Models, tmp_path: Path
 ) -> None:
     folder = save_4bit(models(), tmp_path / "model", **nf4(True), **quantized)

@@ -122,7 +122,7 @@ def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_any_number(
 
 
 @pytest.mark.parametrize("case", ["nf4", "nf4, absmax in fp32"])
-def test_an_entry_is_what_bitsandbytes_makes_of_the_whole_weight(case: str, runs: Runs, models: Models) -> None:
+def test_a_cache_entry_equals_bitsandbytes_own_quantization(case: str, runs: Runs, models: Models) -> None:
     options = options_of(case, models)
     stored = load_file(entry(runs.cache(**options)) / "model.safetensors")
     weight = load_file(options["model_name"] / "model.safetensors")[NAME]  # type: ignore[operator]
@@ -138,7 +138,7 @@ def test_an_entry_is_what_bitsandbytes_makes_of_the_whole_weight(case: str, runs
     ("case", "other", "is_same"),
     [("hqq", {"n_bits": 2}, False), ("int8", {"precision": "bf16"}, False), ("int8", {"int8_threshold": 0}, True)],
 )
-def test_what_the_bytes_depend_on_is_part_of_an_entrys_name(
+def test_the_cache_key_covers_everything_that_changes_the_bytes(
     case: str, other: dict[str, object], is_same: bool, runs: Runs, run: Run, models: Models, tmp_path: Path
 ) -> None:
     options = options_of(case, models)
@@ -147,7 +147,7 @@ def test_what_the_bytes_depend_on_is_part_of_an_entrys_name(
     assert (FROM_CACHE in output) == is_same and names(tmp_path / "cache") == ["entry"] * (1 if is_same else 2)
 
 
-def test_every_file_that_experts_are_read_from_is_part_of_an_entry_s_name(models: Models, tmp_path: Path) -> None:
+def test_the_cache_key_covers_every_file_of_merged_experts(models: Models, tmp_path: Path) -> None:
     folder = models("mixtral", **FAMILIES["mixtral"])
     weight_files = WeightFiles(folder)
     with torch.device("meta"):
@@ -187,9 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_entry_is_named_and_made_again_in_the_same_run(
-    what: str, runs: Runs, run: Run, tmp_path: Path
-) -> None:
+def test_a_damaged_cache_entry_is_rebuilt_in_the_same_run(what: str, runs: Runs, run: Run, tmp_path: Path) -> None:
     damage, words, options = DAMAGES[what]
     shutil.copytree(runs.cache(), tmp_path / "cache")
     file = entry(tmp_path / "cache") / "model.safetensors"
@@ -227,7 +225,7 @@ def failing_run(how: str, runs: Runs, tmp_path: Path, *, ranks: int = 2) -> tupl
     return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
 
 
-def test_a_kill_while_writing_leaves_nothing_that_a_later_start_reads(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_readable_cache_entry(runs: Runs, run: Run, tmp_path: Path) -> None:
     statuses, _ = failing_run("kill", runs, tmp_path, ranks=1)
     assert statuses == [-signal.SIGKILL] and names(tmp_path / "cache") == ["writing"]
     statuses, _ = failing_run("kill", runs, tmp_path)  # of the last rank: the first lives to clear up
@@ -241,7 +239,7 @@ def test_a_kill_while_writing_leaves_nothing_that_a_later_start_reads(runs: Runs
     assert names(tmp_path / "cache") == ["entry", "writing"] and (tmp_path / "cache" / "alive.writing").is_dir()
 
 
-def test_training_goes_on_without_a_cache_that_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
+def test_training_continues_if_the_cache_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
     statuses, output = failing_run("file size limit", runs, tmp_path)
     assert statuses == [0, 0] and output.count("No quantized cache is") == 1, output
     assert "cache cannot be written (File too large); give another folder with --quant_cache" in output
@@ -249,13 +247,13 @@ def test_training_goes_on_without_a_cache_that_cannot_be_written(runs: Runs, tmp
     assert read_metrics(tmp_path / "failing") == runs.without(2)
 
 
-def test_runs_that_start_together_leave_one_entry_and_are_all_right(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_simultaneous_runs_write_one_cache_entry(runs: Runs, run: Run, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         (_, first), (_, second) = pool.map(run, [1, 1])
     assert first == second == runs.without(1) and names(tmp_path / "cache") == ["entry"]
 
 
-def test_a_run_does_not_write_what_another_one_is_writing(runs: Runs, run: Run, tmp_path: Path) -> None:
+def test_a_cache_entry_that_another_run_writes_is_left_alone(runs: Runs, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "cache" / entry(runs.cache()).name
     folder.parent.mkdir()
     with FileLock(f"{folder}.lock"):
@@ -263,7 +261,7 @@ def test_a_run_does_not_write_what_another_one_is_writing(runs: Runs, run: Run, 
     assert "No quantized cache is written: another run is writing it." in output and not folder.exists()
 
 
-def test_a_file_is_known_by_its_content_or_the_name_of_its_blob(tmp_path: Path) -> None:
+def test_files_are_identified_by_content_or_blob_name(tmp_path: Path) -> None:
     file, blob = tmp_path / "model.safetensors", tmp_path / "blobs" / "5f3a"
     save_file({"x": torch.zeros(10_000)}, file)
     about, before = file.stat(), file_identity(file, samples=64)
@@ -286,7 +284,7 @@ def test_ranks_with_different_devices_share_one_cache_entry() -> None:
 
 
 @pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
-def test_other_ways_to_hold_the_model_write_and_read_the_same_entry(
+def test_sharding_and_offloading_use_the_same_cache_entry(
     options: dict[str, object], runs: Runs, run: Run, tmp_path: Path
 ) -> None:
     output, losses = run(2, **options)

@@ -45,7 +45,7 @@ def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
 
 
 @pytest.mark.parametrize("model", [True, False], ids=["model", "tokenizer"])
-def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path: Path) -> None:
+def test_remote_code_runs_only_with_trust_remote_code(model: bool, models: Models, tmp_path: Path) -> None:
     marker = tmp_path / "has_run"
     folder = make_own(models(), tmp_path / "model", marker, model=model)
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "lr": 1e-3, "precision": "fp32"}
@@ -60,7 +60,7 @@ def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path
     assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "plain")
 
 
-def test_the_files_of_a_result_cannot_let_its_models_code_run(
+def test_a_results_config_cannot_enable_remote_code(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marker, run = tmp_path / "has_run", tmp_path / "run"

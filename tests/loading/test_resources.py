@@ -64,7 +64,7 @@ def _needs(train_type: str, **options: Any) -> tuple[int, int]:
     return sum(on_device.values()), sum(memory.host.values())
 
 
-def test_a_dry_run_says_how_much_of_the_gpu_that_is_there_is_needed() -> None:
+def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu() -> None:
     memory = _memory("qlora")
 
     def first_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
@@ -74,7 +74,7 @@ def test_a_dry_run_says_how_much_of_the_gpu_that_is_there_is_needed() -> None:
     assert "each rank needs about " in first_line(None) and "GPU" not in first_line(1, on_gpu=False)
 
 
-def test_needs_are_the_shards_with_what_training_adds() -> None:
+def test_estimated_memory_is_shards_plus_training_overhead() -> None:
     block = 4 * 512 * 512 + 3 * 512 * 1024
     linears = 4 * block
     rest = 2 * 1000 * 512 + 9 * 512
@@ -128,7 +128,7 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
         checks.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
+def test_free_memory_respects_the_containers_limit(tmp_path: Path) -> None:
     assert checks._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
@@ -198,7 +198,7 @@ def _shards(folder: Path) -> int:
 LAYERS = {"quantizer": {"quant_type": "nf4", "double_quant": True}, "lora": LoraOptions(rank=4, alpha=4)}
 
 
-def test_offloaded_shards_lie_in_one_allocation_with_their_padding(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_offloaded_shards_share_one_padded_allocation(models: Callable[..., Path], tmp_path: Path) -> None:
     uneven = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
     statuses, output = on_ranks(3, _shards, (models("llama", **uneven),), tmp_path / "logs")
     assert statuses == [0] * 3, output

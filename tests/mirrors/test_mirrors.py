@@ -120,7 +120,7 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
     return add
 
 
-def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
+def test_a_new_machine_resumes_from_the_mirror(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert store.run() == {} and store.steps() == []
     (run / "samples.jsonl").write_text("of another run\n")
@@ -157,7 +157,7 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     assert store.files(CHECKPOINTS) == []
 
 
-def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
+def test_a_killed_fetch_is_completed_by_the_next_one(
     add_step: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
@@ -180,13 +180,13 @@ def _die_before(self: Path, place: Path, original: Callable[..., Path], target: 
     return original(self, target)
 
 
-def test_a_mirror_of_a_package_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_that_needs_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match="Install s3fs"):
         open_store("s3://bucket/run")
 
 
-def test_any_error_of_a_store_is_an_os_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_store_become_one_line_os_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise LookupError("no route\nmore")
 
@@ -195,7 +195,7 @@ def test_any_error_of_a_store_is_an_os_error_of_one_line(tmp_path: Path, monkeyp
         Store("memory://there").steps()
 
 
-def test_a_mirror_that_cannot_be_is_refused_and_one_out_of_reach_says_why(
+def test_invalid_mirrors_are_refused_and_unreachable_ones_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="hf:OWNER/NAME"):

@@ -83,7 +83,7 @@ class SilentStore:
         return threading.Event().wait() or b""  # type: ignore[return-value]
 
 
-def test_a_stopped_launcher_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_for_a_stopped_launcher_and_not_for_an_ended_one(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr("os.getppid", lambda: launcher.pid)
     store = BoundedStore(SilentStore(), seconds=1)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_a_stopped_launcher_is_waited_for_and_one_that_is_gone_is_not(monkeypatc
     launcher.wait()
 
 
-def test_a_suspended_machine_is_no_hang_and_later_hangs_are_found(
+def test_suspending_the_machine_is_not_reported_as_a_hang(
     clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging: list[float] = []

@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_held_out_loss_is_the_last_of_the_adapters_run(
+def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
     kind: str, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
     model = models("mixtral", **FAMILIES["mixtral"]) if kind == "experts" else models()
@@ -100,7 +100,7 @@ def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
         {"r": 3, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "use_dora": True},
     ],
 )
-def test_an_adapter_that_peft_made_is_trained_further(
+def test_an_adapter_made_by_peft_can_be_trained_further(
     options: dict[str, object], models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
     expected = peft_adapter(tmp_path / "made", models(), **options)
@@ -120,7 +120,7 @@ def trained(models: Models, data: dict[str, object], tmp_path_factory: pytest.Te
     return folder
 
 
-def test_other_weights_and_a_changed_file_are_refused(
+def test_another_base_or_a_changed_adapter_file_is_refused(
     trained: Path, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
     shutil.copytree(trained, tmp_path / "first")
@@ -158,7 +158,7 @@ def test_options_that_contradict_the_adapter_are_refused(models: Models, tmp_pat
             parse_train_config([*words, *more])
 
 
-def test_a_finished_run_says_how_its_adapter_is_trained_further(
+def test_resuming_a_finished_run_suggests_the_option_adapter(
     trained: Path, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
     given = {**data, "model_name": models(), "lora_rank": 2, "output_dir": trained}

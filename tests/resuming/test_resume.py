@@ -79,7 +79,7 @@ def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = Fal
     return start
 
 
-def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
+def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Path) -> None:
     out, other = tmp_path / "out", add_step(tmp_path / "other", 5, "other")
     first = begin(out, resume_from=other)
     again = begin(out, resume_from=other, unattended=True)  # it has no checkpoint of its own yet
@@ -90,7 +90,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
     assert begin(out, resume_from=other).run_id not in (first.run_id, "other")  # a person asks for it
 
 
-def test_a_restart_begins_at_no_earlier_checkpoint(tmp_path: Path) -> None:
+def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -> None:
     out, root = tmp_path / "out", tmp_path / "out" / run_files.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
@@ -107,7 +107,7 @@ def test_a_restart_begins_at_no_earlier_checkpoint(tmp_path: Path) -> None:
     assert (again.step, again.run_id, list(checkpoint.published(root))) == (4, new.run_id, [4])
 
 
-def test_a_folder_behind_its_mirror_gets_the_mirrors_newest(tmp_path: Path) -> None:
+def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path) -> None:
     box, out, mirror = tmp_path / "other_box", tmp_path / "out", open_store(str(tmp_path / "mirror"))
     run_id = begin(out, mirror=mirror).run_id
     add_step(out, 10, run_id)
@@ -130,7 +130,7 @@ def test_a_folder_behind_its_mirror_gets_the_mirrors_newest(tmp_path: Path) -> N
     assert mirror.steps() == [10, 20]
 
 
-def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path) -> None:
+def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run_id, found = begin(out).run_id, []
     ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
@@ -147,7 +147,7 @@ def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path
     assert (start.too_few, start.failed_starts) == (6, 1)
 
 
-def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Path) -> None:
+def test_a_mirror_with_damaged_checkpoints_does_not_start_at_step_0(tmp_path: Path) -> None:
     out, mirror = tmp_path / "out", open_store(str(tmp_path / "mirror"))
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
     (folder / checkpoint.STATE).write_text("{}")
@@ -200,7 +200,7 @@ def as_gloo_does() -> None:
 
 
 @pytest.mark.parametrize("happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does])
-def test_a_machine_taken_away_while_the_model_loads_is_no_failure(happens: Callable[[], None], tmp_path: Path) -> None:
+def test_preemption_during_loading_is_not_counted_as_a_failure(happens: Callable[[], None], tmp_path: Path) -> None:
     out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
     for place in ("load", "prepare", "load", "prepare"):
@@ -246,7 +246,7 @@ def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
     torch.testing.assert_close(found, load_file(FORMAT_1 / "after_step_3.safetensors")["result"], rtol=1e-6, atol=1e-7)
 
 
-def test_a_later_format_is_refused_by_name_and_left_alone(saved_before: Path, tmp_path: Path) -> None:
+def test_a_later_checkpoint_format_is_refused_and_kept(saved_before: Path, tmp_path: Path) -> None:
     manifest = json.loads((saved_before / checkpoint.MANIFEST).read_text()) | {"format": 2}
     del manifest["sha256"]
     manifest["sha256"] = checkpoint._manifest_hash(manifest)

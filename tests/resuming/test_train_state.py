@@ -138,7 +138,7 @@ def result_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])  # type: ignore[attr-defined]
 
 
-def test_every_optimizer_continues_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
+def test_every_optimizer_resumes_bitwise_on_the_same_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     for ranks, program in ((2, save), (2, load), (1, load), (3, load), (1, pass_over)):
         logs = tmp_path / f"logs{ranks}{program.__name__}"
@@ -146,7 +146,7 @@ def test_every_optimizer_continues_bitwise_on_as_many_ranks(tmp_path: Path) -> N
         assert statuses == [0] * ranks, output
 
 
-def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_optimizers_load_state_into_paged_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(8, 600, bias=False)
     optimizer = ShardedOptimizer(model, "paged_adamw_8bit", lr=0.01, weight_decay=0.1)
     paged = []
@@ -169,7 +169,7 @@ def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatc
     assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
 
 
-def test_a_state_of_another_number_of_ranks_is_refused(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_8bit_optimizer_state_requires_the_same_number_of_ranks(models: Callable[..., Path], tmp_path: Path) -> None:
     options = {
         "model_name": models(),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),

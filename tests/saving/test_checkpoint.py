@@ -36,7 +36,7 @@ def test_a_published_step_is_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
-def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(
+def test_freeing_space_deletes_the_least_needed_checkpoint_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step, loss in ((1, None), (2, 1.5), (3, 2.0), (1_000_000, None)):

@@ -155,7 +155,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_export_of_the_last_checkpoint_gives_the_bytes_of_the_run(
+def test_exporting_the_last_checkpoint_equals_the_runs_result(
     case: str, inputs: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -174,7 +174,7 @@ def test_export_of_the_last_checkpoint_gives_the_bytes_of_the_run(
         assert "base_model: owner/base" in (again / "README.md").read_text()
 
 
-def test_export_says_what_it_cannot_use(
+def test_export_names_folders_that_it_cannot_use(
     inputs: dict[str, object],
     finished_at: Callable[[int], Path],
     models: Models,

@@ -8,7 +8,7 @@ import pytest
 from fsdp_qlora.utils.files import staged_file, staged_folder
 
 
-def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_staged_file_replaces_the_old_file_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(OSError, match="full"), staged_file(path) as partial:
@@ -21,7 +21,7 @@ def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_writers_of_one_file_remove_only_what_killed_ones_left(tmp_path: Path) -> None:
+def test_writers_of_one_file_remove_only_stale_partial_files(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     left = tmp_path / ".run.json.0123456789abcdef.partial"
     left.touch()
@@ -36,7 +36,7 @@ def test_writers_of_one_file_remove_only_what_killed_ones_left(tmp_path: Path) -
     assert sorted(file.name for file in tmp_path.iterdir()) == [".other.json.partial", "run.json"]
 
 
-def test_a_staged_folder_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_staged_folder_appears_only_when_complete(tmp_path: Path) -> None:
     target, staging = tmp_path / "target", tmp_path / f"target.{os.getpid()}.partial"
     staging.mkdir()
     (staging / "of_a_killed_writer").touch()

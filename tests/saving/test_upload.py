@@ -64,7 +64,7 @@ def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = No
     return train.main(argv)
 
 
-def test_a_result_is_uploaded_and_a_failure_is_one_sentence(
+def test_a_result_is_uploaded_or_the_failure_is_explained(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, out, made = write_rows(tmp_path / "rows.jsonl", make_rows(12)), tmp_path / "out", tmp_path / "made"
