@@ -350,7 +350,8 @@ def choose_settings(
         chosen = {name: getattr(best.config, name) for name in names}
     if store is not None:
         chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
-    log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
+    asked = "--auto" if config.auto else "--context_parallel_size auto"
+    log.info("Settings of %s: %s.", asked, ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -243,7 +244,10 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
     assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
-def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_how_many_ranks_must_share_a_long_row(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fsdp_qlora")
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
     options = {"model_name": "qwen3-8b", "context_length": 196608}
     status, said = _plan(capsys, *gpus, **options)
@@ -263,6 +267,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(capsys: pytest.Capture
         planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
         chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
         assert choose_settings(config, planner.model, None, None) == chosen
+        assert caplog.messages[-1].startswith("Settings of --context_parallel_size auto: ")
     with pytest.raises(UserError, match="cannot be divided"):
         planner.planned(context_parallel_size=4)
 
