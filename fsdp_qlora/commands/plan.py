@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import textwrap
 from pathlib import Path
 
 from fsdp_qlora.commands.run_config import parse_train_config
@@ -12,21 +11,18 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.supervision.launch import importing
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import refusal_named
 
-_OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
+_ROWS_PER_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options, with _ for -
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
     parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here")
-    parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1, with --probe all here)")
-    parser.add_argument("--probe", action="store_true", help="measure the GPUs here first, and plan with their rates")
+    parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1)")
     parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
     parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
     parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw the memory of each phase beside the card's")
     parser.add_argument(
         "--compare",
         nargs="?",
@@ -53,65 +49,47 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.million_tokens and args.million_tokens * 1e6
     if args.compare is not None:
         return _compare(args, config, tokens)
-    gpu = None if args.probe else _gpu(args, None)
+    gpu = _gpu(args)
     with importing():
-        from fsdp_qlora.planning import report as answer
+        from fsdp_qlora.planning import report
         from fsdp_qlora.planning.search import GpuOffer
 
-    num_gpus, rates = args.num_gpus or 1, dict[str, float]()
-    if gpu is None:
-        from fsdp_qlora.commands import probe
-
-        num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
-        gpu = probe.with_rates(_gpu(args, here), rates)
-    request = GpuOffer(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
-    planner = answer.make_planner(config, request, tokens)
-    asked = config.batch_size * config.gradient_accumulation_steps
-    planned = planner.fastest_of_more_rows() if searches else [planner.as_asked()]
-    best, keeps_rows = planned[0], _keeps_rows(args, config)
-    if keeps_rows and searches:
-        planned = [each for each in planned if each.rows == asked]
-    if args.plot:
-        with refusal_named("plot", args.plot):
-            Path(args.plot).expanduser().write_text(answer.draw(planned[0]), encoding="utf-8")
+    request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
+    planner = report.make_planner(config, request, tokens)
+    planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
     if args.json:
-        found = [{**answer.as_json(each), "measured": rates or None} for each in planned[:3]]
+        found = [report.as_json(each) for each in planned[:3]]
         print(json.dumps(found if searches else found[0], indent=1))
     else:
-        measured = ", ".join(f"{name} {rate:,.3g}" for name, rate in rates.items())
-        lines = [*textwrap.wrap(f"measured here: {measured}", 80)] if rates else []
-        lines += answer.describe(planner, planned[0], explain=args.explain)
-        lines += answer.describe_fastest(planned) if searches else ()
-        lines += [answer.describe_rows(best, asked, keeps_rows=keeps_rows)] * (best.rows > asked)
-        print("\n".join(lines))
+        print("\n".join(report.describe(planner, planned[0], explain=args.explain)))
+        print("\n".join(report.describe_fastest(planned) if searches else ()), end="\n" * searches)
     return 0 if planned[0].fits else 1
 
 
 def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None) -> int:
-    if args.gpu or args.gpu_memory_gib or args.plot or args.probe:
-        others = "--gpu, --gpu_memory_gib, --probe and --plot"
-        raise UserError(f"--compare takes the GPUs from its price table: leave out {others}.")
+    if args.gpu or args.gpu_memory_gib:
+        raise UserError("--compare takes the GPUs from its price table: leave out --gpu and --gpu_memory_gib.")
     with importing():
-        from fsdp_qlora.planning import report as answer
+        from fsdp_qlora.planning import report
 
-    path = Path(args.compare).expanduser() if args.compare else answer.EXAMPLE
-    date, requests = answer.read_offers(path)
-    planner, by_time = answer.make_planner(config, requests[0], tokens), args.sort == "time"
-    found = answer.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
-    table = json.dumps([answer.as_json(each) for each in found], indent=1) if args.json else ""
-    print(table or "\n".join(answer.describe_offers(date, found)))
+    path = Path(args.compare).expanduser() if args.compare else report.EXAMPLE
+    date, requests = report.read_offers(path)
+    planner, by_time = report.make_planner(config, requests[0], tokens), args.sort == "time"
+    found = report.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
+    table = json.dumps([report.as_json(each) for each in found], indent=1) if args.json else ""
+    print(table or "\n".join(report.describe_offers(date, found)))
     return 0 if found[0].fits_with_margin else 1
 
 
 def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
     """Whether the rows per step are asked for."""
-    asked = any(word.replace("-", "_").startswith(_OF_STEP) for word in args.training_options)
+    asked = any(word.replace("-", "_").startswith(_ROWS_PER_STEP) for word in args.training_options)
     return asked or config.batch_size * config.gradient_accumulation_steps > 1
 
 
-def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:
-    """The GPU that is named, else the one here; --gpu_memory_gib alone takes the rates of one that is usual."""
-    if not (args.gpu or args.gpu_memory_gib or here):
+def _gpu(args: argparse.Namespace) -> Gpu:
+    """The GPU with the given name; --gpu_memory_gib alone takes the rates of a usual GPU of that size."""
+    if not (args.gpu or args.gpu_memory_gib):
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
-    gpu = find_gpu(args.gpu) if args.gpu else here or nearest_gpu(args.gpu_memory_gib)
+    gpu = find_gpu(args.gpu) if args.gpu else nearest_gpu(args.gpu_memory_gib)
     return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu

@@ -37,7 +37,6 @@ class Gpu(NamedTuple):
     achieved: float | None = None
     capability: int = 86
     usable: float = 0.98
-    host_link: float | None = None  # GB/s from the host, where it is measured
 
     def beside_torch(self, communicators: Sequence[int]) -> dict[str, int]:
         """Bytes of the card that torch's allocator does not get, by what they are, with these of `communicators`."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import html
 import itertools
 import logging
 import re
@@ -35,7 +34,6 @@ log = logging.getLogger("fsdp_qlora")
 EXAMPLE = Path(__file__).with_name("prices.yaml")
 _LARGEST = 10  # things that --explain names
 _BAR = 34  # columns
-_PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 # The configs of well-known models by name, so that a plan needs no network.
 KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
@@ -210,13 +208,6 @@ def speed_text(found: PlannedRun) -> str:
     return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
 
 
-def describe_rows(found: PlannedRun, asked: int, *, keeps_rows: bool) -> str:
-    """One line: that a step of more rows, which is found, is faster than of those asked for."""
-    if keeps_rows:
-        return f"with {found.rows} rows per step on each GPU instead of {asked}: {speed_text(found)}"
-    return f"rows per step: {found.rows} on each GPU, as --batch_size is left open; fewer are slower"
-
-
 def command_line(found: PlannedRun) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = found.config, found.plan.placement.options
@@ -271,31 +262,6 @@ def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
                 yield f"    context_parallel_size {each.config.context_size}"
 
 
-def draw(found: PlannedRun) -> str:
-    """The plan as an SVG: a bar for each phase of a step, in it a rectangle for each quantity, and the card's end."""
-    card, always = found.request.gpu.memory_gib * GIB, _always_there(found)
-    bars = {phase: {**always, **sizes} for phase, sizes in found.plan.memory.phases.items()}
-    names = list(dict.fromkeys(itertools.chain(*bars.values())))
-    colors = {
-        name: f"hsl({360 * place // len(names)} 60% {45 + 20 * (place % 2)}%)" for place, name in enumerate(names)
-    }
-    scale = _PLOT / max(card, *(sum(sizes.values()) for sizes in bars.values()))
-    lines = [f'<text x="8" y="16">{html.escape(f"{_model_line(found)}, {found.request.gpu.name}")}</text>']
-    for row, (phase, sizes) in enumerate(bars.items()):
-        lines.append(f'<text x="8" y="{45 + 30 * row}">{html.escape(phase)}</text>')
-        left = _PHASE
-        for name, size in sizes.items():
-            box = f'x="{left:.1f}" y="{30 + 30 * row}" width="{size * scale:.1f}" height="22" fill="{colors[name]}"'
-            lines.append(f"<rect {box}><title>{html.escape(name)}: {size / GIB:.2f} GiB</title></rect>")
-            left += size * scale
-    bottom, end = 30 + 30 * len(bars), _PHASE + card * scale
-    lines.append(f'<path d="M{end:.1f} 24V{bottom}" stroke="black"/>')
-    for row, (name, color) in enumerate(colors.items(), start=1):
-        lines.append(f'<text x="8" y="{bottom + 20 * row}" fill="{color}">\u25a0 {html.escape(name)}</text>')
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{bottom + 20 * len(names) + 20}">'
-    return "\n".join([start, *lines, "</svg>\n"])
-
-
 # --- the rent table: a run on each offer of a price table ---
 
 
@@ -328,7 +294,7 @@ def compare(
     keeps_rows: else steps may have more of them.
     """
     planners = [planner.on(request) for request in requests]
-    found = [(each.fastest() if keeps_rows else each.fastest_of_more_rows())[0] for each in planners]
+    found = [each.fastest(keeps_rows=keeps_rows)[0] for each in planners]
     return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
 
 

@@ -229,26 +229,23 @@ class Planner:
 
     # --- the fastest settings ---
 
-    def fastest(self) -> list[PlannedRun]:
-        """Settings with the same global batch by speed, those that fit with a margin first, then the nearest to it.
+    def fastest(self, *, keeps_rows: bool = True) -> list[PlannedRun]:
+        """Settings by speed: those that fit with a margin, the fastest first; then the others, the nearest to it first.
 
         Options that are given are kept, but for the size of a micro-batch. Of blocks that recompute, and of blocks in
         host memory, as few are taken as fit: memory and time grow with both, so one of them is none or all where it is
         fastest. The inputs of blocks are kept there if nothing fits otherwise.
+
+        Args:
+            keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step 5% faster: weights
+                that are gathered or come from the host do so once for all rows of a micro-batch.
         """
         found = [each for changes in self._micro_batches() for each in self._places(changes)]
         if not any(each.fits_with_margin for each in found) and self.config.recompute not in ("none", 0):
             inputs = {"use_activation_cpu_offload": True}
             found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
-        return _by_speed(found)
-
-    def fastest_of_more_rows(self) -> list[PlannedRun]:
-        """As `fastest`, and with more rows per step: twice as many as long as each time makes it 5% faster.
-
-        Weights that are gathered or come from the host do so once for all rows of a micro-batch.
-        """
-        found, rows = self.fastest(), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
-        while rows <= self._most_rows:
+        found, rows = _by_speed(found), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
+        while rows <= self._most_rows and not keeps_rows:
             more = _by_speed(self._places({"batch_size": rows, "gradient_accumulation_steps": 1}))
             is_worth_it = more[0].tokens_per_second > _WORTH * found[0].tokens_per_second
             if not (more[0].fits_with_margin and is_worth_it):

@@ -143,7 +143,7 @@ def seconds(work: Work, gpu: Gpu) -> float:
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
     computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * _BLOCK_SECONDS)
-    communicating = work.link / (gpu.link * 1e9) + work.host / ((gpu.host_link or gpu.link) * 1e9)
+    communicating = (work.link + work.host) / (gpu.link * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
 
