@@ -113,20 +113,20 @@ def build_run(
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(config, ranks)
     built = build_plan(config, machine, weight_files.folder, model_config, tokenizer)
-    model_plan = place(config, built, Lengths([*lengths]) if lengths else None)
-    model = model_plan.meta.model
+    placed = place(config, built, Lengths([*lengths]) if lengths else None)
+    model = built.meta.model
     weights = match_tensors(model, weight_files)
     on_phase("planned")
     # The byte account is of sizes that ranks exchange, which is nothing where kernels compute nothing.
     unchecked = mock.patch.object(load_model, "check_byte_account") if is_stand_in() else contextlib.nullcontext()
     with unchecked:
-        mesh = load_model.load_model(config, model_plan, weights, ranks)
+        mesh = load_model.load_model(config, placed, weights, ranks)
     release_loading_memory(ranks.device)
     on_phase("loaded and verified")
     rows = np.arange(len(data))
     run_data = RunData(data, rows)
     schedule = make_schedule(config, run_data, ranks.world_size)
-    plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
+    plan = Plan(placed, run_data, schedule, warmup_steps=0)
     account = model_parts.count_bytes(model_parts.kinds_of(model), shard_size(mesh))
     return Run(
         config,
@@ -134,7 +134,7 @@ def build_run(
         load_model.build_trainer(config, plan, ranks),
         model_parts.count_parameters(model_parts.ModelParts.of(model)),
         account,
-        model_plan.documents or model.config._attn_implementation,
+        built.documents or model.config._attn_implementation,
     )
 
 

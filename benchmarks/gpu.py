@@ -167,7 +167,7 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         config, plan = train.run.config, train.run.plan
         for name, (padding, packing) in layouts.items():
             schedule = dataclasses.replace(plan.schedule, padding=padding, packing=packing)
-            run_plan = Plan(plan.model, plan.data, schedule, warmup_steps=0)
+            run_plan = Plan(plan.placed, plan.data, schedule, warmup_steps=0)
             own = dataclasses.replace(train.run, trainer=build_trainer(config, run_plan, ranks))
             figures[name] = int(data.lengths.sum()) / median_seconds(Timed(own, ranks.device, work), step_rows)
             shares[name] = schedule.useful_shares(schedule.rounds(step_rows, data.lengths), data.lengths)[0]

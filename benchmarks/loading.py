@@ -93,14 +93,14 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     ranks = read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
-    plan = place(config, build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer))
+    plan = build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer)
     meta, weight_files = plan.meta, WeightFiles(folder)
     weights = match_tensors(meta.model, weight_files)
     start_process_group(ranks)
     dist.barrier()
 
     def start() -> None:
-        load_model(config, plan, weights, ranks)
+        load_model(config, place(config, plan), weights, ranks)
         dist.barrier()
 
     result = measured(start)

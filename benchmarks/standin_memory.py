@@ -281,20 +281,20 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
 
-    config, plan, data = plan_of(**case)
-    ranks = plan.machine.ranks
+    config, placed, data = plan_of(**case)
+    plan, ranks = placed.model, placed.model.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
-    number, offload = plan.step.recomputing, config.use_activation_cpu_offload
+    number, offload = placed.step.recomputing, config.use_activation_cpu_offload
     wrap_blocks(plan.meta.model, num_blocks=number, offload=offload)
-    parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
-    on_host = parts.on_host(plan.placement.offload)
+    parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
+    on_host = parts.on_host(placed.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
-    schedule = make_schedule(config, data, plan.layout.data_size)
+    schedule = make_schedule(config, data, placed.layout.data_size)
     return (
-        build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks),
-        plan,
+        build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks),
+        placed,
         RowsInMemory(data.train, data.train_rows),
     )
 

@@ -73,7 +73,8 @@ def measure(
     loaded = Tasks(tasks) if tasks else None
     sets: dict[str, RunData] = {}
 
-    def read(plan: "PlacedModel") -> None:
+    def read(placed: "PlacedModel") -> None:
+        plan = placed.model
         vocab_size = plan.meta.model.get_input_embeddings().num_embeddings
         for name, dataset in parse_eval_names(datasets).items():
             own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
@@ -82,16 +83,16 @@ def measure(
             longest = most_positions(plan.config)
             sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size, longest=longest)
 
-    plan, found = load_trained(config, ranks, folder, read), {}
+    placed, found = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():
         config = dataclasses.replace(config, context_length=data.context_length)
-        schedule = make_schedule(config, data, plan.layout.data_size)
-        trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks)
+        schedule = make_schedule(config, data, placed.layout.data_size)
+        trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks)
         result = trainer.evaluate(0, data.train, data.train_rows) or {}
         found[name] = {"loss": result.pop("eval_loss"), **result, "rows": len(data.train)}
     if loaded:
-        model, tokenizer, size = plan.meta.model, plan.tokenizer, config.batch_size
-        found |= loaded.measure(model, tokenizer, plan.precision, ranks, batch_size=size, **options)
+        plan, size = placed.model, config.batch_size
+        found |= loaded.measure(plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options)
     return found
 
 

@@ -12,6 +12,7 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.adapters.insert import magnitudes
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.fused import Mlp
+from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.build_model import MetaModel
 from fsdp_qlora.model.model_parts import ModelParts, count_bytes, count_parameters
 from fsdp_qlora.planning.memory import Memory
@@ -27,7 +28,7 @@ def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
         log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
 
 
-def describe_model(meta: MetaModel, precision: str) -> list[str]:
+def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
     """Architecture, parameters, quantized and trainable ones, precision; and attention and the quantized blocks."""
     counts = count_parameters(meta.parts)
     share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
@@ -37,7 +38,7 @@ def describe_model(meta: MetaModel, precision: str) -> list[str]:
     quantized = 100 * counts["quantized"] / counts["total"]
     return [
         f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, {quantized:.1f}% quantized; "
-        f"{format_count(counts['trainable'])} train{adapted}, {precision}",
+        f"{format_count(counts['trainable'])} train{adapted}, {precision.name}",
         f"  attention {meta.model.config._attn_implementation}; {share:.1f}% of the decoder blocks quantized",
     ]
 

@@ -33,21 +33,21 @@ class Measured:
     """
 
     def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
-        self._config, self._plan, self._gpu, self._model, self._has_warned = config, plan, gpu, plan.model, False
+        self._config, self._plan, self._gpu, self._placed, self._has_warned = config, plan, gpu, plan.placed, False
         self._planned_speed = self._tokens = self._seconds = 0.0
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
-        model, number = self._model, record.get("recompute", self._model.memory.recomputing)
-        if number != model.memory.recomputing:
-            step = dataclasses.replace(model.step, recomputing=number)
-            memory = estimate_memory(model.meta.parts, model.blocks, step)
-            self._model, self._planned_speed = dataclasses.replace(model, memory=memory), 0.0
-        self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._model, self._gpu)
+        placed, number = self._placed, record.get("recompute", self._placed.memory.recomputing)
+        if number != placed.memory.recomputing:
+            step = dataclasses.replace(placed.step, recomputing=number)
+            memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
+            self._placed, self._planned_speed = dataclasses.replace(placed, memory=memory), 0.0
+        self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._placed, self._gpu)
         self._tokens += record["num_tokens"]
         self._seconds += record["step_seconds"]
         measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
-        planned = {name: round(getattr(self._model.memory, name) / GIB, 3) for name in measured}
+        planned = {name: round(getattr(self._placed.memory, name) / GIB, 3) for name in measured}
         off = measured["reserved"] - planned["reserved"]  # less is no fault: of a stream the longest rows are not known
         if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
             self._has_warned = True
@@ -61,10 +61,10 @@ class Measured:
         return {"measured": {**found, **{name: round(speed, 1) for name, speed in speeds.items()}}}
 
 
-def planned_speed(config: TrainConfig, plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
+def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
     """Tokens per second of the run's first steps."""
-    micro_batch = RunRows(config, plan.data, plan.schedule, model.documents).mean_micro_batch()
-    return tokens_per_second(model, size_of(model.meta.parts), micro_batch, gpu)
+    micro_batch = RunRows(config, plan.data, plan.schedule, placed.model.documents).mean_micro_batch()
+    return tokens_per_second(placed, size_of(placed.model.meta.parts), micro_batch, gpu)
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def run_facts(plan: Plan) -> dict[str, Any]:
     return {
         "environment": describe_environment(),
         "data": data_facts(plan.data, plan.schedule),
-        "memory": plan.model.memory.weights,
+        "memory": plan.placed.memory.weights,
     }
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.model.model_parts import Kind, ModelParts, Offload, count_bytes
+from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.planning.blocks import BlockBytes
+from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
@@ -42,37 +44,50 @@ Sizes = dict[str, int]  # what it is -> bytes
 
 @dataclass(frozen=True)
 class Step:
-    """The settings that the memory of a run depends on besides its model.
+    """The settings of a run, besides its model, that its memory depends on.
 
-    num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
-    until the backward pass. offload: weights that come from the host. num_tokens: of a rank in the longest micro-batch.
-    recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
-    unsharded. reduces_each: they add up reduced. offloads_activations: block inputs are kept on the host.
-    buffer_bytes: for weights in flight.
-    passes: of the policy, and of the reference, whose hidden states follow the policy's behind the last block.
-    image_values: numbers that images are made of, in the micro-batch with the most.
-    shares_rows: whether ranks share rows.
+    Attributes:
+        layout: how the ranks share the model and its rows.
+        num_tokens: tokens of a rank in the longest micro-batch.
+        recomputing: number of blocks that recompute, the first ones.
+        has_micro_batches: whether a step accumulates the gradients of several micro-batches.
+        offloads_activations: whether block inputs are kept in host memory.
+        buffer_bytes: for weights that are being loaded.
+        passes: 1 for the policy, 2 with a reference, whose hidden states follow the policy's behind the last block.
+        image_values: numbers that images are made of, in the micro-batch with the most.
     """
 
     precision: Precision
     optimizer: str
-    num_shards: int
-    frees_blocks: bool
-    offload: Offload
+    layout: Layout
+    placement: Placement
     num_tokens: int
     recomputing: int
-    accumulates: bool = False
-    reduces_each: bool = False
+    has_micro_batches: bool = False
     offloads_activations: bool = False
     buffer_bytes: int = 0
     on_gpu: bool = True
     passes: int = 1
     image_values: int = 0
-    shares_rows: bool = False
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.layout.num_shards
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-batches add up unsharded."""
+        return self.has_micro_batches and self.placement.accumulates
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients of several micro-batches are reduced one by one."""
+        return self.has_micro_batches and not self.placement.accumulates
 
     @property
     def gathers_from_host(self) -> bool:
-        return self.offload.blocks > 0 and self.num_shards > 1
+        return self.placement.offload.blocks > 0 and self.num_shards > 1
 
 
 @dataclass(frozen=True)
@@ -129,8 +144,9 @@ class _Estimate:
         dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
         self.hidden = step.num_tokens * self.width * dtype.itemsize
         self.trained = [self._trained_weights(block) for block in parts.blocks]
-        self.frees_blocks = step.frees_blocks or step.num_shards == 1
-        self.gathered_sizes = [self._gathered(block, from_host=step.offload.blocks > 0) for block in parts.blocks]
+        self.frees_blocks = step.layout.frees_blocks or step.num_shards == 1
+        from_host = step.placement.offload.blocks > 0
+        self.gathered_sizes = [self._gathered(block, from_host=from_host) for block in parts.blocks]
         self.gathered = self._gathered_at_work()
 
     def memory(self) -> Memory:
@@ -168,7 +184,7 @@ class _Estimate:
         everywhere = self._shards(self.parts.kinds(self.parts.model))
         if not self.step.on_gpu:
             return everywhere, everywhere
-        there = sum(map(self.parts.kinds, self.parts.on_host(self.step.offload)), Counter[Kind]())
+        there = sum(map(self.parts.kinds, self.parts.on_host(self.step.placement.offload)), Counter[Kind]())
         return everywhere, self._shards({kind: number for kind, number in there.items() if not kind.in_adapter})
 
     def _shards(self, kinds: Mapping[Kind, int]) -> Sizes:
@@ -200,7 +216,7 @@ class _Estimate:
             "trial": {**adapters, "whole head": self._gathered(parts.head or parts.embedding)},
             "loss": {
                 **before,
-                **(waiting if step.num_shards == 1 or not step.frees_blocks else {}),
+                **(waiting if step.num_shards == 1 or not step.layout.frees_blocks else {}),
                 **adapters,
                 **kept,
                 **self._at_head(),
@@ -264,7 +280,7 @@ class _Estimate:
         unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * self.vocabulary
         # Of embeddings and head, whichever is more, what is there beside the shards while they are used.
         embedding, head = map(self._gathered, (self.parts.embedding, self.parts.head or self.parts.embedding))
-        own_rows = -(-head // step.num_shards) if shared[1] and step.offload.embeddings else 0
+        own_rows = -(-head // step.num_shards) if shared[1] and step.placement.offload.embeddings else 0
         ends = max(0 if shared[0] else embedding, own_rows if shared[1] else head)
         return {
             "hidden states at the head": (3 * step.passes + 1) * self.hidden,
@@ -311,7 +327,7 @@ class _Estimate:
         kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
         largest = max(math.prod(shape[-2:]) for shape in self.parts.matrices)
         trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
-        exchanged = ALLOCATOR["exchanged"] * self.hidden * step.shares_rows
+        exchanged = ALLOCATOR["exchanged"] * self.hidden * (step.layout.context_size > 1)
         return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained + exchanged)
 
     def _gathered(self, module: nn.Module, *, from_host: bool | None = None) -> int:
@@ -321,7 +337,7 @@ class _Estimate:
             from_host: whether some come from there; by default if all weights are there.
         """
         step, dtype = self.step, self.step.precision.param_dtype
-        is_whole = step.num_shards == 1 and not (step.offload.embeddings if from_host is None else from_host)
+        is_whole = step.num_shards == 1 and not (step.placement.offload.embeddings if from_host is None else from_host)
         return sum(
             number * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
             for kind, number in self.parts.kinds(module).items()

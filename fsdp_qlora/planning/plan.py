@@ -95,17 +95,18 @@ class Machine:
 class ModelPlan:
     """The model before its weights are read.
 
-    meta: it on the meta device, quantized and adapted. documents: the attention implementation for rows without
-    padding, None if there is none or they are to be padded. is_packed: its files are in 4 bits already. stored: they
-    are in a format that is decoded. adapter: the saved adapter's configuration, None where a whole model is saved.
-    trains_whole_modules: what trains is more than an adapter, so its gradients do not add up unsharded, and its state
-    is not gathered. notes: what was decided, in sentences.
+    Attributes:
+        meta: the model on the meta device, quantized and adapted.
+        documents: attention implementation for rows without padding; None if there is none, or rows are padded.
+        is_packed: whether the weight files are in 4 bits already.
+        stored: the format of weight files that are decoded as they are read.
+        adapter: configuration of the adapter that is saved; None where a whole model is saved.
+        notes: decisions about the model, one sentence each.
     """
 
     machine: Machine
     train_type: TrainType
     precision: Precision
-    precision_name: str
     folder: Path
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -114,21 +115,32 @@ class ModelPlan:
     is_packed: bool
     stored: decoded.StoredFormat | None
     adapter: LoraConfig | None
-    trains_whole_modules: bool
     notes: tuple[str, ...]
+
+    @property
+    def trains_whole_modules(self) -> bool:
+        """Whether more than an adapter trains. Its gradients do not add up unsharded, and its state is not gathered."""
+        return self.adapter is None or bool(self.adapter.modules_to_save)
 
 
 @dataclass(frozen=True)
-class PlacedModel(ModelPlan):
-    """A model that has its place, and the reason. layout: of the ranks. memory: of a rank, for the
-    longest rows, as estimated from step and blocks.
+class PlacedModel:
+    """A planned model with its placement on the ranks.
+
+    Attributes:
+        layout: how the ranks share the model and its rows.
+        memory: of a rank for the longest rows, estimated from `step` and `blocks`.
+        reduction: a sentence where gradients are reduced in each micro-batch for want of memory.
+        reason: a sentence that says why this placement was chosen.
     """
 
+    model: ModelPlan
     placement: Placement
     layout: Layout
     memory: Memory
     step: Step
     blocks: Sequence[BlockBytes]
+    reduction: str | None = None
     reason: str | None = None
 
 
@@ -157,7 +169,7 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in plan.notes:
         log.info("%s", note)
-    describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
+    describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision), kernel)
     most = models.most_positions(plan.config)
     if config.context_length != "auto" and most and config.longest_row > most:
         log.warning("context_length %d is more than the model's own limit of %d positions.", config.longest_row, most)
@@ -175,8 +187,7 @@ def build_plan(
     train_type, device = config.kind, machine.ranks.device
     # GPUs that are elsewhere are taken for newer ones.
     asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
-    precision_name = choose_precision(asked, device)
-    precision = PRECISIONS[precision_name]
+    precision = PRECISIONS[choose_precision(asked, device)]
     layers, stored, notes = resolve_layers(config, model_config)
     meta = build_model(
         model_config,
@@ -212,7 +223,6 @@ def build_plan(
         machine=machine,
         train_type=train_type,
         precision=precision,
-        precision_name=precision_name,
         folder=folder,
         config=model_config,
         tokenizer=tokenizer,
@@ -221,7 +231,6 @@ def build_plan(
         is_packed=layers.prequantized is not None,
         stored=stored,
         adapter=adapter,
-        trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
         notes=tuple(notes),
     )
 
@@ -293,11 +302,10 @@ def place(
     needs = {each: fit.with_margin(placed.memory.reserved) for each, placed in found.items()}
     free = least_free(plan.machine, "the free GPU memory", store)
     chosen = fit.choose(needs, free)
-    reduction = fit.describe_reduction(needs, free)
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
     reason = None if is_expected else fit.describe_choice(needs, free)
-    return dataclasses.replace(found[chosen], notes=(reduction,) if reduction else (), reason=reason)
+    return dataclasses.replace(found[chosen], reduction=fit.describe_reduction(needs, free), reason=reason)
 
 
 def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:
@@ -355,23 +363,18 @@ def _placed(
     step = Step(
         precision=plan.precision,
         optimizer=config.optimizer,
-        num_shards=layout.num_shards,
-        frees_blocks=layout.frees_blocks,
-        offload=chosen.offload,
+        layout=layout,
+        placement=chosen,
         num_tokens=-(-lengths.num_computed // config.context_size),
         recomputing=blocks_to_recompute(config, plan),
-        accumulates=config.gradient_accumulation_steps > 1 and chosen.accumulates,
-        reduces_each=config.gradient_accumulation_steps > 1 and not chosen.accumulates,
+        has_micro_batches=config.gradient_accumulation_steps > 1,
         offloads_activations=config.use_activation_cpu_offload,
         buffer_bytes=config.loading_buffer_mib * 2**20,
         on_gpu=machine.device.type == "cuda",
         passes=1 + config.has_reference_beside,
         image_values=lengths.image_values,
-        shares_rows=config.context_size > 1,
     )
-    memory = estimate_memory(plan.meta.parts, blocks, step)
-    model = vars(plan) | {"notes": (), "placement": chosen, "layout": layout}  # notes are of the plan
-    return PlacedModel(**model, memory=memory, step=step, blocks=blocks)
+    return PlacedModel(plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks)
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
@@ -386,17 +389,17 @@ def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
     return asked if isinstance(asked, int) else 0 if asked == "none" else blocks
 
 
-def check_resources(config: TrainConfig, plan: PlacedModel) -> None:
+def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
-    ranks = plan.machine.ranks
+    plan, ranks = placed.model, placed.model.machine.ranks
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
         size = checks.result_bytes(
             plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
         )
         checks.check_disk(Path(config.output_dir), size)
     checks.check_resources(
-        plan.memory,
+        placed.memory,
         ranks.device,
         ranks_on_host=ranks.local_world_size,
-        can_offload=not plan.placement.offload.blocks,
+        can_offload=not placed.placement.offload.blocks,
     )

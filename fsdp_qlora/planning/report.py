@@ -141,7 +141,7 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
     host = found.host_bytes / GIB
     beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
     yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
-    pieces = describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens)
+    pieces = describe_pieces(found.plan.model.meta.parts, memory, found.plan.step.num_tokens)
     yield from filter(None, (pieces, describe_exchange(found.plan)))
     yield from _generation_lines(found)
     yield ""
@@ -167,7 +167,7 @@ def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[
 
 
 def _model_line(found: PlannedRun) -> str:
-    billions = count_parameters(found.plan.meta.parts)["total"] / 1e9
+    billions = count_parameters(found.plan.model.meta.parts)["total"] / 1e9
     return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
 
 

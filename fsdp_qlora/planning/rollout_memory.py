@@ -33,22 +33,22 @@ class Generation(NamedTuple):
         )
 
 
-def plan_generation(model: PlacedModel, num_answers: int, longest: int, free: int | None) -> Generation:
+def plan_generation(placed: PlacedModel, num_answers: int, longest: int, free: int | None) -> Generation:
     """As many answers at a time as fit into what a training step needs beside what stays, and at least one.
 
     Args:
         num_answers: of a step on all ranks. longest: tokens of a prompt with its answer. free: bytes of the GPU that
             has least; weights stay gathered if a rank then still needs less.
     """
-    memory, layout, machine = model.memory, model.layout, model.machine
+    model, memory, layout = placed.model, placed.memory, placed.layout
     room = sum(memory.phases[memory.peak].values()) + memory.overhead
-    room = room if machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
+    room = room if model.machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
     itemsize = model.precision.compute_dtype.itemsize
     each = _bytes_of_answer(model.meta.model.config.get_text_config(), longest, itemsize)
-    per_rank = -(-num_answers // machine.world_size)
+    per_rank = -(-num_answers // model.machine.world_size)
     number = min(per_rank, max(1, room // each))
     gathered = 0
-    if layout.num_shards > 1 and layout.frees_blocks and not model.placement.offload.blocks:
+    if layout.num_shards > 1 and layout.frees_blocks and not placed.placement.offload.blocks:
         kinds = model.meta.parts.kinds(model.meta.parts.blocks)
         gathered = sum(count.total for count in count_bytes(kinds, 1).values())
         needed = sum(memory.resident.values()) + memory.overhead + number * each + gathered

@@ -49,7 +49,7 @@ log = logging.getLogger("fsdp_qlora")
 class Plan:
     """All that is known before a weight is read."""
 
-    model: PlacedModel
+    placed: PlacedModel
     data: RunData
     schedule: Schedule
     warmup_steps: int
@@ -63,6 +63,10 @@ class Plan:
     """How the run's own model answers its prompts."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Options that auto replaces, and the context_length that the rows decide."""
+
+    @property
+    def model(self) -> ModelPlan:
+        return self.placed.model
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
@@ -169,27 +173,27 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
 
 def _log_plan(config: TrainConfig, plan: Plan) -> None:
     """Log rows, steps and memory."""
-    model, data, machine, here = plan.model, plan.data, plan.model.machine, plan.model.machine.gpu_memory
-    describe.log_plan(config, sample_line(data.train, int(data.train_rows[0]), model.tokenizer))
+    placed, data, machine = plan.placed, plan.data, plan.model.machine
+    describe.log_plan(config, sample_line(data.train, int(data.train_rows[0]), plan.model.tokenizer))
     if data.have_images:
         log.info("Rows are padded, as with --batching padded: some have images.")
-    for line in (plan.schedule.describe(plan.warmup_steps), *model.notes):
+    for line in filter(None, (plan.schedule.describe(plan.warmup_steps), placed.reduction)):
         log.info("%s", line)
     if plan.generation:
         num_prompts = plan.schedule.global_batch_size // plan.schedule.num_generations
         num_left = len(data.train_rows) % num_prompts
         log.info("%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left))
-    where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"
-    on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
-    memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
-    pieces = describe.describe_pieces(model.meta.parts, model.memory, model.step.num_tokens)
-    exchange = describe_exchange(model)
-    describe.log_plan(config, *memory, *(f"  {line}" for line in (pieces, exchange) if line), model.reason)
+    where = f"{describe.describe_device(machine.device, machine.world_size)}, {placed.placement.describe()}"
+    on_gpu, gpu_bytes = machine.device.type == "cuda", machine.gpu_memory and machine.gpu_memory[1]
+    memory = describe.describe_memory(placed.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
+    pieces = describe.describe_pieces(plan.model.meta.parts, placed.memory, placed.step.num_tokens)
+    exchange = describe_exchange(placed)
+    describe.log_plan(config, *memory, *(f"  {line}" for line in (pieces, exchange) if line), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
-        strategy = model.placement.sharding_strategy
-        log.info("%s", describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
+        strategy = placed.placement.sharding_strategy
+        log.info("%s", describe.describe_link(plan.model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
 
 
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:

@@ -158,7 +158,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
         num_shards=plan.layout.num_shards,
         recomputed_share=again,
         host_share=plan.placement.offload.blocks / size.blocks,
-        frees_blocks=plan.step.frees_blocks,
+        frees_blocks=plan.layout.frees_blocks,
         references=references,
     )
     exchanged = (2 + again + references) * size.blocks * exchanged_bytes(size, share.tokens, ranks)
@@ -169,7 +169,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
 def describe_exchange(plan: PlacedModel) -> str | None:
     """One line about ranks that share rows: tokens of a rank, and what it sends for their attention; else None."""
     ranks, tokens = plan.layout.context_size, plan.step.num_tokens
-    sent = format_bytes(int(exchanged_bytes(size_of(plan.meta.parts), tokens, ranks)))
+    sent = format_bytes(int(exchanged_bytes(size_of(plan.model.meta.parts), tokens, ranks)))
     return f"{ranks} ranks share rows: {tokens:,} tokens each, {sent} sent per block and pass" if ranks > 1 else None
 
 

@@ -69,18 +69,19 @@ def open_weights(plan: ModelPlan) -> Weights:
     return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
 
-def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
-    """Turn the plan's model into verified shards, in place. Called on every rank.
+def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
+    """Turn the planned model into verified shards, in place. Called on every rank.
 
     Raises:
         UserError: the weights cannot be used.
         RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs from the same
             layer computed unsharded.
     """
+    plan = placed.model
     model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
-    wrap_blocks(model, num_blocks=plan.step.recomputing, offload=config.use_activation_cpu_offload)
-    parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
-    on_host = parts.on_host(plan.placement.offload)
+    wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.use_activation_cpu_offload)
+    parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
+    on_host = parts.on_host(placed.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)
@@ -148,7 +149,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    control, context = control or Control(), join_context(ranks, plan.model.layout.context_size)
+    control, context = control or Control(), join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
     collator = Collator(
@@ -184,8 +185,8 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
             total_steps=plan.schedule.total_steps,
         ),
         max_grad_norm=config.grad_norm or math.inf,
-        num_replicas=plan.model.layout.num_replicas,
-        sync_every_micro_batch=not plan.model.placement.accumulates,
+        num_replicas=plan.placed.layout.num_replicas,
+        sync_every_micro_batch=not plan.placed.placement.accumulates,
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
@@ -217,7 +218,7 @@ def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
         if layers := layers_apart(probed.model):
             log.info("Rows are computed apart in layers that mix tokens without attention: %s.", ", ".join(layers))
         return plan.schedule
-    if plan.model.layout.context_size > 1:
+    if plan.placed.layout.context_size > 1:
         name = type(probed.model).__name__
         raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
     no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""

@@ -33,7 +33,7 @@ _IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
 
 
 def load_trained(
-    config: TrainConfig, ranks: Ranks, folder: Path | None, prepare: Callable[[PlacedModel], object] = lambda plan: None
+    config: TrainConfig, ranks: Ranks, folder: Path | None, prepare: Callable[[PlacedModel], object] = lambda _: None
 ) -> PlacedModel:
     """Load a model as it was trained, and log in one line which it is. Called on every rank.
 
@@ -47,15 +47,16 @@ def load_trained(
     configure_kernels()
     store = connect(ranks)
     with kept_until_all_connect(store, ranks):
-        plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
+        plan = plan_model(config, Machine.of(config, ranks), store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
             plan = dataclasses.replace(plan, tokenizer=tokenizer)
-        prepare(plan)
+        placed = place(config, plan, store=store)
+        prepare(placed)
         weights = fetch_weights(config, plan, ranks, store)
     start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
-        load_model(config, plan, weights, ranks)
+        load_model(config, placed, weights, ranks)
     release_loading_memory(ranks.device)
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
@@ -63,7 +64,7 @@ def load_trained(
     adapter = f" with {folder}" if folder and config.adapter else ""
     processes = f"{ranks.world_size} process{'es' * (ranks.world_size > 1)}"
     log.info("%s%s (%s, %s)", config.model_name, adapter, config.train_type, processes)
-    return plan
+    return placed
 
 
 class LoadedModel:
@@ -74,7 +75,7 @@ class LoadedModel:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
-        plan = load_trained(config, ranks, folder)
+        plan = load_trained(config, ranks, folder).model
         self.ranks, self.sampling, noted = ranks, sampling, None
         if folder is not None and config.prompt_template is None:
             noted = read_json(folder / "training.json").get("prompt")

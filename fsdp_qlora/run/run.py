@@ -116,7 +116,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             plan = make_plan(config, ranks, store)
             config = dataclasses.replace(config, **plan.chosen)
             folder.check_contents(known_facts(plan), plan.model.folder)
-            check_resources(config, plan.model)
+            check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
         start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
@@ -125,7 +125,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         else:
             identity |= {"run_id": start.run_id}
-            helps = memory_settings(config, plan.model, ranks)
+            helps = memory_settings(config, plan.placed, ranks)
             guard = Guard(config, folder, start, presence, signals, started=started, memory_settings=helps)
             train_and_export(config, plan, weights, identity, guard)
 
@@ -148,7 +148,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
-        mesh = load_model(config, plan.model, weights, ranks)
+        mesh = load_model(config, plan.placed, weights, ranks)
         guard.memory.record("after loading")
         release_loading_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
@@ -204,18 +204,18 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:
-        fit_on_gpu(trainer, rows, block_bytes=plan.model.memory.block, too_few=start.too_few)
+        fit_on_gpu(trainer, rows, block_bytes=plan.placed.memory.block, too_few=start.too_few)
 
 
-def memory_settings(config: TrainConfig, plan: PlacedModel, ranks: Ranks) -> str:
+def memory_settings(config: TrainConfig, placed: PlacedModel, ranks: Ranks) -> str:
     """The settings that would make the run need less memory, in words, for where nothing is left at auto."""
-    config = dataclasses.replace(config, **plan.placement.options)
+    config = dataclasses.replace(config, **placed.placement.options)
     settings = ["--auto false"] * config.auto  # whose settings a resumed run keeps
     if config.batch_size > 1:
         settings.append(
             "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
         )
-    if plan.machine.ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
+    if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
         settings.append(f"--context_parallel_size {2 * config.context_size}")
     settings.append("a smaller --context_length")
     if config.recompute != "all" and not (config.recompute == "auto" and ranks.device.type == "cpu"):
@@ -280,7 +280,7 @@ def known_facts(plan: Plan) -> dict[str, Any]:
     return {
         "model": f"{derive_seed(model_config):x}",
         "rows": plan.data.identity,
-        "precision": plan.model.precision_name,
+        "precision": plan.model.precision.name,
     }
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
@@ -22,6 +23,7 @@ from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import checks
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.describe import describe_memory
+from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
@@ -46,9 +48,8 @@ def _memory(
     step = Step(
         precision=PRECISIONS["bf16"],
         optimizer="adamw",
-        num_shards=2,
-        frees_blocks=True,
-        offload=offload,
+        layout=Layout(2, 2, "full_shard"),
+        placement=Placement("full_shard", offload),
         num_tokens=1,
         recomputing=4,
         buffer_bytes=7,

@@ -194,7 +194,7 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
     )  # fmt: skip
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
     found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
-    model = dataclasses.replace(found.plan, memory=memory)
+    placed = dataclasses.replace(found.plan, memory=memory)
 
     def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
         schedule = Schedule(
@@ -203,10 +203,10 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
         )  # fmt: skip
         rows = TokenizedRows(*np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths))
         data = RunData(rows, np.arange(len(lengths)))
-        return SimpleNamespace(model=model, data=data, schedule=schedule)
+        return SimpleNamespace(placed=placed, data=data, schedule=schedule)
 
     speeds = [
-        planned_speed(config, plan, model, GPUS["RTX 3090"])
+        planned_speed(config, plan, placed, GPUS["RTX 3090"])
         for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], padding=True))
     ]
     assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(speeds, reverse=True)

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig,
 
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.attention import EAGER
@@ -187,14 +188,14 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
 
 def test_what_a_step_holds_follows_from_its_placement() -> None:
     step = Step(
-        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
+        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
         recomputing=36,
     )  # fmt: skip
 
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
         parts, block = _parts(train_type), BlockBytes(kept=5, backward=11, recomputing=13)
         memory = estimate_memory(parts, [block] * 36, replace(step, **changed))
-        kind = "host" if memory.host else "gathered" if changed.get("num_shards", 2) > 1 else "device"
+        kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":
             assert memory.overhead == int(ALLOCATOR[kind] * 4096 * 12288 * 2)
         in_other_phases = {name: count for phase in memory.phases.values() for name, count in phase.items()}
@@ -203,21 +204,21 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     found = sizes()
     # No rank has the whole head: 384 tokens of each rank, 4,096 wide, and their gradients.
     assert "head's weights" not in found and found["hidden states exchanged for it"] == 2 * 2 * 384 * 4096 * 2
-    assert sizes(offload=ALL)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
+    assert sizes(placement=OFFLOADED)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
     assert sizes("full")["head's weights"] / GIB == pytest.approx(1.159, abs=1e-3)
     assert found["adapters as gathered"] / GIB == pytest.approx(0.081, abs=1e-3)
     assert found["gathered blocks"] / GIB == pytest.approx(2 * 0.093, abs=2e-3)
-    whole = sizes(num_shards=1, frees_blocks=False)
+    whole = sizes(layout=Layout(1, 1, "ddp"))
     assert "gathered blocks" not in whole and whole["adapters as gathered"] == found["adapters as gathered"]
-    assert sizes(accumulates=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
+    assert sizes(has_micro_batches=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
     # All weights in float32, and their copies in bf16: a whole copy beside the parameters.
-    full = sizes("full", num_shards=1, frees_blocks=False)
+    full = sizes("full", layout=Layout(1, 1, "ddp"))
     assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
 
 
 def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
     step = Step(
-        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
+        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
         recomputing=36,
     )  # fmt: skip
     block = BlockBytes(kept=5, backward=11, recomputing=13)
@@ -240,7 +241,7 @@ def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
     assert some.reserved == sum((*some.resident.values(), *some.phases[some.peak].values(), some.overhead))
     # From the host blocks come in memory of a stream too, with a rank's own part of the next one.
     one = some.phases["backward"]["gathered blocks"] / 2
-    from_host = memory((17, 35), offload=ALL)
+    from_host = memory((17, 35), placement=OFFLOADED)
     assert from_host.resident["gathered blocks"] == pytest.approx(2.5 * one, rel=1e-3)
     assert "gathered blocks" not in from_host.phases["backward"]
 
@@ -253,7 +254,7 @@ def test_the_parts_for_images_are_planned_as_they_are_at_work() -> None:
         pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
     parts = ModelParts.of(model)
     step = Step(
-        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=64,
+        precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=64,
         recomputing=2, image_values=pixels.numel(),
     )  # fmt: skip
     planned = estimate_memory(parts, [BlockBytes(1, 1, 1)] * 2, step).phases["images"]

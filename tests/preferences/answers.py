@@ -114,15 +114,15 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     ready = []
     for options in runs:
         config = parse_train_config(flags(**options))
-        plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
-        ready.append((config, plan, fetch_weights(config, plan, ranks, store)))
+        placed = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
+        ready.append((config, placed, fetch_weights(config, placed.model, ranks, store)))
     start_process_group(ranks, store)
-    for (config, plan, weights), own in zip(ready, advantages, strict=True):
-        load_model(config, plan, weights, ranks)
+    for (config, placed, weights), own in zip(ready, advantages, strict=True):
+        load_model(config, placed, weights, ranks)
         table = table_of(answers(0), own[0])
         data = RunData(table, np.arange(len(table)))
-        schedule = make_schedule(dataclasses.replace(config, objective="sft"), data, plan.layout.data_size)
-        trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks, Control())
+        schedule = make_schedule(dataclasses.replace(config, objective="sft"), data, placed.layout.data_size)
+        trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks, Control())
         take_steps(trainer, config, own)
     stop_process_group()
     return 0

@@ -8,6 +8,7 @@ import torch
 class Precision(NamedTuple):
     """The dtypes of a run.
 
+    name: value of --precision.
     compute_dtype: dtype of matrix products, decoded 4-bit weights and quant_storage.
     frozen_dtype: dtype of frozen weights that are not quantized.
     param_dtype: FSDP2 casts trainable weights to it when it gathers them; None keeps fp32.
@@ -17,6 +18,7 @@ class Precision(NamedTuple):
     transformers' fp32; its norms compute in fp32 internally.
     """
 
+    name: str
     compute_dtype: torch.dtype
     frozen_dtype: torch.dtype
     param_dtype: torch.dtype | None
@@ -29,15 +31,16 @@ class Precision(NamedTuple):
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-PRECISIONS: dict[str, Precision] = {
-    "fp32": Precision(_FP32, _FP32, _FP32, autocast=False),
-    "bf16": Precision(_BF16, _BF16, _BF16, autocast=False),
-    "bf16_autocast": Precision(_BF16, _FP32, None, autocast=True),
-    "fp16": Precision(_FP16, _FP16, _FP16, autocast=False),
-    "fp16_autocast": Precision(_FP16, _FP32, None, autocast=True),
+_ALL = (
+    Precision("fp32", _FP32, _FP32, _FP32, autocast=False),
+    Precision("bf16", _BF16, _BF16, _BF16, autocast=False),
+    Precision("bf16_autocast", _BF16, _FP32, None, autocast=True),
+    Precision("fp16", _FP16, _FP16, _FP16, autocast=False),
+    Precision("fp16_autocast", _FP16, _FP32, None, autocast=True),
     # In 2024: bf16 weights with buffers kept in fp32. Buffers are never cast here, so this is bf16.
-    "bf16_buffers_autocast": Precision(_BF16, _BF16, _BF16, autocast=False),
-}
+    Precision("bf16_buffers_autocast", _BF16, _BF16, _BF16, autocast=False),
+)
+PRECISIONS = {precision.name: precision for precision in _ALL}
 
 
 def autocast_kind(tensor: torch.Tensor) -> str:

@@ -61,11 +61,11 @@ def main(argv: list[str]) -> int:
     config = LlamaConfig(**shape, max_position_embeddings=args.length, tie_word_embeddings=False)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(options, ranks)
-    plan = place(options, build_plan(options, machine, Path("no weights"), config, tokenizer))
-    model = plan.meta.model
+    plan = build_plan(options, machine, Path("no weights"), config, tokenizer)
+    placed, model = place(options, plan), plan.meta.model
     wrap_blocks(model, offload=False)
     mesh = build_mesh(ranks, sharding_strategy=args.strategy)
-    parts, on_host = plan.meta.parts, plan.meta.parts.on_host(plan.placement.offload)
+    parts, on_host = plan.meta.parts, plan.meta.parts.on_host(placed.placement.offload)
     shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     keep_own_part(model)
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
     run_data = RunData(data, np.arange(rows))
     schedule = make_schedule(options, run_data, ranks.world_size)
-    trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
+    trainer = build_trainer(options, Plan(placed, run_data, schedule, warmup_steps=0), ranks)
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
