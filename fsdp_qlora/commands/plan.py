@@ -51,18 +51,18 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args, config, tokens)
     gpu = _gpu(args)
     with importing():
-        from fsdp_qlora.planning import report
+        from fsdp_qlora.planning import offers
         from fsdp_qlora.planning.search import GpuOffer
 
     request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
-    planner = report.make_planner(config, request, tokens)
+    planner = offers.make_planner(config, request, tokens)
     planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
     if args.json:
-        found = [report.as_json(each) for each in planned[:3]]
+        found = [offers.as_json(each) for each in planned[:3]]
         print(json.dumps(found if searches else found[0], indent=1))
     else:
-        print("\n".join(report.describe(planner, planned[0], explain=args.explain)))
-        print("\n".join(report.describe_fastest(planned) if searches else ()), end="\n" * searches)
+        print("\n".join(offers.describe(planner, planned[0], explain=args.explain)))
+        print("\n".join(offers.describe_fastest(planned) if searches else ()), end="\n" * searches)
     return 0 if planned[0].fits else 1
 
 
@@ -70,14 +70,14 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
     if args.gpu or args.gpu_memory_gib:
         raise UserError("--compare takes the GPUs from its price table: leave out --gpu and --gpu_memory_gib.")
     with importing():
-        from fsdp_qlora.planning import report
+        from fsdp_qlora.planning import offers
 
-    path = Path(args.compare).expanduser() if args.compare else report.EXAMPLE
-    date, requests = report.read_offers(path)
-    planner, by_time = report.make_planner(config, requests[0], tokens), args.sort == "time"
-    found = report.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
-    table = json.dumps([report.as_json(each) for each in found], indent=1) if args.json else ""
-    print(table or "\n".join(report.describe_offers(date, found)))
+    path = Path(args.compare).expanduser() if args.compare else offers.EXAMPLE
+    date, requests = offers.read_offers(path)
+    planner, by_time = offers.make_planner(config, requests[0], tokens), args.sort == "time"
+    found = offers.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
+    table = json.dumps([offers.as_json(each) for each in found], indent=1) if args.json else ""
+    print(table or "\n".join(offers.describe_offers(date, found)))
     return 0 if found[0].fits_with_margin else 1
 
 

@@ -23,14 +23,15 @@ from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store, download_once
-from fsdp_qlora.model.adapters.insert import LoraOptions, peft_config, reduces_base
+from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config, reduces_base
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import choose, describe_kernel
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.model.quantizers import bnb_4bit
-from fsdp_qlora.planning import checks, describe, fit
+from fsdp_qlora.planning import checks, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
@@ -39,7 +40,8 @@ from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import format_bytes
+from fsdp_qlora.utils.text import fit as fit_line
+from fsdp_qlora.utils.text import format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -169,11 +171,33 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in plan.notes:
         log.info("%s", note)
-    describe.log_plan(config, *describe.describe_model(plan.meta, plan.precision), kernel)
+    log_plan(config, *describe_model(plan.meta, plan.precision), kernel)
     most = models.most_positions(plan.config)
     if config.context_length != "auto" and most and config.longest_row > most:
         log.warning("context_length %d is more than the model's own limit of %d positions.", config.longest_row, most)
     return plan
+
+
+def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
+    """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with verbose all."""
+    log.info("%s", first if config.dry_run or config.verbose else fit_line(first))
+    for line in filter(None, details):
+        log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
+
+
+def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
+    """Architecture, parameters, quantized and trainable ones, precision; and attention and the quantized blocks."""
+    counts = count_parameters(meta.parts)
+    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
+    kind = "DoRA" if magnitudes(meta.model) else "LoRA"
+    experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
+    adapted = f" ({kind} on {len(meta.targets)} layers{experts})" if meta.targets else ""
+    quantized = 100 * counts["quantized"] / counts["total"]
+    return [
+        f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, {quantized:.1f}% quantized; "
+        f"{format_count(counts['trainable'])} train{adapted}, {precision.name}",
+        f"  attention {meta.model.config._attn_implementation}; {share:.1f}% of the decoder blocks quantized",
+    ]
 
 
 def build_plan(

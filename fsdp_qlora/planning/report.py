@@ -1,325 +1,121 @@
-"""Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
+"""What a planned run needs of each rank, in words and numbers: for the log of a run and for `fsdp-qlora plan`."""
 
-import dataclasses
-import difflib
-import itertools
-import logging
-import re
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, PretrainedConfig
+import torch
 
-from fsdp_qlora.config.marks import PLANNABLE
-from fsdp_qlora.config.options import DEFAULTS, TrainConfig
-from fsdp_qlora.config.text import PlainLoader, read_options, value_text
-from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
-from fsdp_qlora.model.model_parts import count_parameters
-from fsdp_qlora.planning.describe import describe_pieces, format_count
-from fsdp_qlora.planning.gpus import find_gpu
-from fsdp_qlora.planning.plan import build_plan
-from fsdp_qlora.planning.rollout_memory import plan_generation
-from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
+from fsdp_qlora.model.architecture.chunking import count_pieces
+from fsdp_qlora.model.architecture.fused import Mlp
+from fsdp_qlora.model.model_parts import count_bytes
+from fsdp_qlora.planning.plan import Machine, PlacedModel
 from fsdp_qlora.planning.speed import describe_exchange
-from fsdp_qlora.utils import hub
-from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB, printable
+from fsdp_qlora.utils.text import GIB, format_bytes
 
-log = logging.getLogger("fsdp_qlora")
-
-EXAMPLE = Path(__file__).with_name("prices.yaml")
-_LARGEST = 10  # things that --explain names
+_LARGEST = 10  # items that --explain names
 _BAR = 34  # columns
-_SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
-# The configs of well-known models by name, so that a plan needs no network.
-KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
-_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
 
 
-def known_config(name: str) -> PretrainedConfig | None:
-    """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
-    plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    found = KNOWN_MODELS.get(_NAMES.get(_letters(_SUFFIXES.sub("", plain)), ""))
-    sizes = KNOWN_MODELS[found] if isinstance(found, str) else found
-    return None if sizes is None else config_of(sizes)
+@dataclass(frozen=True)
+class PlanReport:
+    """The memory that a placed model needs.
 
-
-def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration of an entry of the table of well-known models."""
-    usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
-    return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
-
-
-def _letters(name: str) -> str:
-    """A name without what stands between its words: llama-3.1-70b is written as llama3.1:70b too."""
-    return re.sub(r"[-_: ]", "", name)
-
-
-_NAMES = {_letters(name): name for name in KNOWN_MODELS}
-
-
-def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
-    """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or from the hub.
-
-    A well-known model has a folder if it is in the hub's cache.
-
-    Raises:
-        UserError: there is none.
+    Attributes:
+        gpu_bytes: memory of a GPU, if it is known.
+        beside_torch: bytes of it that torch's allocator does not get, by what they are.
     """
-    path = Path(name).expanduser()
-    if path.name.endswith(".json") and path.is_file():
-        return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
-    known = None if path.is_dir() else known_config(name)
-    if known is not None:
-        cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None
-        if not isinstance(cached, str):
-            return known, None
-        path = Path(cached).parent
-    try:
-        if not path.is_dir():
-            path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
-    except UserError as error:
-        near = difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
-        hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
-        raise UserError(f"{error}{hint}") from error
-    return load_config(path, name, trust_remote_code=trust_remote_code), path
 
+    placed: PlacedModel
+    gpu_bytes: float | None = None
+    beside_torch: Mapping[str, int] = field(default_factory=dict)
 
-def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
-    """Make a planner for the request's GPUs: the model is built without weights, and the rows are read if they can be.
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU."""
+        return self.placed.memory.reserved + sum(self.beside_torch.values())
 
-    tokens: to train on, if not those of the rows.
-    """
-    model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
-    tokenizer = _find_tokenizer(config, folder)
-    model = build_plan(config, request.machine, folder or Path(config.model_name), model_config, tokenizer)
-    for note in model.notes:
-        log.info("%s", note)
-    if tokenizer is None:
-        if config.context_length == "auto":
-            most = at_most_positions(model_config, config.longest_row)
-            log.info("Context: rows of %s tokens, the most that auto takes; with --dataset they decide", f"{most:,}")
-            config = dataclasses.replace(config, context_length=most)
-        return Planner(config, request, model, tokens=tokens)
-    from fsdp_qlora.planning.run_plan import read_rows  # most plans need no rows, and this takes a while
+    def lines(self) -> Iterator[str]:
+        """For the log: bytes per rank on the GPU and the host, then by what they are."""
+        memory, machine = self.placed.memory, self.placed.model.machine
+        on_gpu, host = machine.device.type == "cuda", sum(memory.host.values())
+        needs = f"about {format_bytes(self.needed if on_gpu else memory.allocated)}"
+        if on_gpu and self.gpu_bytes:
+            needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
+        if on_gpu and host:
+            needs += f" of the GPU, {format_bytes(host)} of the host"
+        yield f"Memory: each rank needs {needs}; {_describe_device(machine)}, {self.placed.placement.describe()}"
+        yield f"  {_named(memory.weights)}"
+        yield (
+            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}; each block without recompute keeps "
+            f"{format_bytes(memory.block)} more"
+        )
+        yield from (f"  {line}" for line in self.details())
 
-    config, data = read_rows(config, model)
-    planner = Planner(config, request, model, data, tokens)
-    number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
-    total = format_count(planner.rows(config).tokens)
-    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
-    return planner
+    def details(self) -> Iterator[str]:
+        """Lines about how long rows are computed, where they are divided."""
+        parts, memory, num_tokens = self.placed.model.meta.parts, self.placed.memory, self.placed.step.num_tokens
+        hidden = parts.model.config.get_text_config().hidden_size
+        mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
+        pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
+        if memory.recomputing and pieces > 1:
+            yield f"long rows: MLPs in {pieces} pieces of tokens"
+        yield from filter(None, [describe_exchange(self.placed)])
 
+    def chart(self) -> Iterator[str]:
+        """A bar for each phase of a step, beside the GPU's memory."""
+        stays = sum(self._resident().values())
+        for name, sizes in self.placed.memory.phases.items():
+            whole = stays + sum(sizes.values())
+            columns = [round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)]
+            drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
+            yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
+        yield "  '#' stays there, '+' comes and goes, '|' is the end of the card"
 
-def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
-    """The model's tokenizer, for the rows; None if no dataset is given, or there is no tokenizer, as a line says."""
-    if config.dataset == DEFAULTS.dataset:
-        return None
-    try:
-        if folder is None:
-            raise UserError(f"{config.model_name} comes along without a tokenizer.")
-        return load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    except UserError as error:
-        log.info("Planned without the rows of --dataset: %s", error)
-        return None
-
-
-# --- words ---
-
-
-def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[str]:
-    """The plan in lines of at most 80 columns."""
-    request, memory = found.request, found.plan.memory
-    gpu, share = request.gpu, found.needed / (request.gpu.memory_gib * GIB)
-    yield f"{_model_line(found)}, on {request.num_gpus} x {gpu.name}"
-    verdict = "does not fit" if not found.fits else "fits" if found.fits_with_margin else "fits barely"
-    yield f"{verdict}: {found.needed / GIB:.1f} of {gpu.memory_gib:g} GiB on each GPU ({share:.0%})"
-    host = found.host_bytes / GIB
-    beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
-    yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
-    pieces = describe_pieces(found.plan.model.meta.parts, memory, found.plan.step.num_tokens)
-    yield from filter(None, (pieces, describe_exchange(found.plan)))
-    yield from _generation_lines(found)
-    yield ""
-    resident = sum(_always_there(found).values())
-    for name, sizes in memory.phases.items():
-        yield _bar(name, resident, sum(sizes.values()), gpu.memory_gib * GIB)
-    yield "  '#' stays there, '+' comes and goes, '|' is the end of the card"
-    yield ""
-    if explain:
-        parts = {**_always_there(found), **memory.phases[memory.peak]}
-        for name, count in sorted(parts.items(), key=lambda item: -item[1])[:_LARGEST]:
+    def largest(self) -> Iterator[str]:
+        """The largest items at the peak."""
+        items = {**self._resident(), **self.placed.memory.phases[self.placed.memory.peak]}
+        for name, count in sorted(items.items(), key=lambda item: -item[1])[:_LARGEST]:
             yield f"  {count / GIB:6.2f} GiB  {name}"
-        yield ""
-    yield _speed_line(found)
-    if found.fits:
-        yield f"  {command_line(found)}"
-    elif way := next(planner.ways_to_fit(), None):
-        yield "it would fit with:"
-        yield f"  {command_line(way)}"
-        yield _speed_line(way)
-    else:
-        yield "nothing that was tried makes it fit: take more or larger GPUs"
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes of a rank, for programs."""
+        memory = self.placed.memory
+        return {
+            "gpu_bytes": self.gpu_bytes and int(self.gpu_bytes),
+            "needed_bytes": self.needed,
+            "reserved_bytes": memory.reserved,
+            "resident": memory.resident,
+            "phases": memory.phases,
+        }
+
+    def _resident(self) -> dict[str, int]:
+        """Bytes of a GPU that are in use in each phase."""
+        memory = self.placed.memory
+        return {**memory.resident, "torch's allocator": memory.overhead, **self.beside_torch}
 
 
-def _model_line(found: PlannedRun) -> str:
-    billions = count_parameters(found.plan.model.meta.parts)["total"] / 1e9
-    return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
+def describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
+    """One line: about how much each of several nodes sends to the others in a step."""
+    meta, (sharded_over, frees_blocks) = placed.model.meta, SHARDING_STRATEGIES[placed.placement.sharding_strategy]
+    sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
+    all_reduced = 2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes
+    line = f"Between {num_nodes} nodes: each sends about {format_bytes(all_reduced)} per step, gradients of what trains"
+    if sharded_over == "all":
+        gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
+        line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"
+    return line
 
 
-def _generation_lines(found: PlannedRun) -> list[str]:
-    """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
-    config, request = found.config, found.request
-    if not config.rewards or config.rollout_url:
-        return []
-    answers = found.rows * request.num_gpus
-    free = int(request.gpu.memory_gib * GIB) - sum(found.beside_torch.values())
-    generation = plan_generation(found.plan, answers, config.longest_row, free)
-    line = generation.describe(answers // config.num_generations, config.num_generations, 0)
-    return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in sizes.items() if count)
 
 
-def _always_there(found: PlannedRun) -> dict[str, int]:
-    """Bytes of a GPU that are there in each phase."""
-    memory = found.plan.memory
-    return {**memory.resident, "torch's allocator": memory.overhead, **found.beside_torch}
-
-
-def _bar(name: str, stays: int, comes: int, memory: float) -> str:
-    columns = [round(_BAR * min(part / memory, 1.5)) for part in (stays, stays + comes)]
-    drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
-    drawn = f"{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}"
-    return f"  {name:15} {drawn} {(stays + comes) / GIB:.1f} GiB"
-
-
-def _speed_line(found: PlannedRun) -> str:
-    cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
-    speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
-    return f"{speed} for {format_count(found.tokens)} tokens{cost}"
-
-
-def speed_text(found: PlannedRun) -> str:
-    """Speed, time and, with a price, cost."""
-    cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
-    return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
-
-
-def command_line(found: PlannedRun) -> str:
-    """The settings that `train` takes: what the options say, and the placement that was chosen."""
-    config, chosen = found.config, found.plan.placement.options
-    given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
-    given |= {"nproc_per_node": found.request.num_gpus, **chosen}
-    given.pop("dry_run", None)
-    words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
-    return f"fsdp-qlora train {' '.join(words)}"
-
-
-def as_json(found: PlannedRun) -> Mapping[str, Any]:
-    """The plan for programs; bytes are of one rank, but host_bytes."""
-    memory, request = found.plan.memory, found.request
-    return {
-        "fits": found.fits,
-        "gpu": request.gpu.name,
-        "num_gpus": request.num_gpus,
-        "gpu_bytes": int(request.gpu.memory_gib * GIB),
-        "needed_bytes": found.needed,
-        "reserved_bytes": memory.reserved,
-        "host_bytes": found.host_bytes,
-        "resident": memory.resident,
-        "phases": memory.phases,
-        "tokens": round(found.tokens),
-        "tokens_per_second": round(found.tokens_per_second, 1),
-        "hours": round(found.hours, 3),
-        "price_per_hour": request.price_per_hour,
-        "cost_usd": round(found.cost, 2) if request.price_per_hour else None,
-        "where": request.where or None,
-        "command": command_line(found),
-    }
-
-
-def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
-    """The fastest three settings that fit with their margins, and why the next three do not."""
-    fitting = [each for each in found if each.fits_with_margin]
-    others = [each for each in found if not each.fits_with_margin]
-    faster = [each for each in others if not fitting or each.tokens_per_second > fitting[0].tokens_per_second]
-    for title, group in (("the fastest that fit:", fitting[:3]), ("faster, but without a margin:", faster[:3])):
-        if group:
-            yield title
-        for each in group:
-            free = each.request.gpu.memory_gib - each.needed / GIB
-            margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
-            words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
-            rows = f"{each.request.num_gpus} x {each.rows} rows per step"
-            yield f"  {speed_text(each)}, {rows}, {margin}"
-            yield f"    {words}"
-            if each.config.use_activation_cpu_offload:
-                yield "    use_activation_cpu_offload true"
-            if each.config.context_size > 1:
-                yield f"    context_parallel_size {each.config.context_size}"
-
-
-# --- the rent table: a run on each offer of a price table ---
-
-
-def read_offers(path: Path) -> tuple[str, list[GpuOffer]]:
-    """The date of a price table, and its offers.
-
-    Raises:
-        UserError: it cannot be read, has no offers, or one of a GPU that is not known.
-    """
-    try:
-        table = yaml.load(read_options(path, "it"), PlainLoader)
-        offers = [GpuOffer(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
-        numbers = [(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib) for row in offers]
-        if not offers or not all(map(PLANNABLE.accepts, itertools.chain(*numbers))):
-            raise ValueError("it has no offers, or one whose GPUs, price or memory are not above 0 and at most 1e9")
-        return printable(" ".join(str(table["date"]).split())), offers
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"--compare {path}: {reason}. A price table has a date and offers, each with gpu, num_gpus and "
-            f"price_per_hour, if known also host_ram_gib and where, as in {EXAMPLE}."
-        ) from error
-
-
-def compare(
-    planner: Planner, requests: Sequence[GpuOffer], *, by_time: bool, keeps_rows: bool = True
-) -> list[PlannedRun]:
-    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first.
-
-    keeps_rows: else steps may have more of them.
-    """
-    planners = [planner.on(request) for request in requests]
-    found = [each.fastest(keeps_rows=keeps_rows)[0] for each in planners]
-    return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
-
-
-def describe_offers(date: str, found: Sequence[PlannedRun]) -> Iterator[str]:
-    """The table in lines of at most 80 columns."""
-    config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
-    steps = [each.rows for each in fitting or found]
-    rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
-    yield f"{config.model_name}, {config.train_type}, {format_count(found[0].tokens)} tokens"
-    yield f"{rows} x {config.longest_row} tokens per GPU and step; prices of {date}"
-    yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
-    for each in found:
-        request, settings = each.request, each.config
-        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price_per_hour:7.2f}"
-        if each.fits_with_margin:
-            on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
-            yield (
-                f"{line} {each.hours:7,.1f} {each.cost:8,.2f}  {settings.batch_size:4} "
-                f"{settings.sharding_strategy:10} {on_host:>5} {settings.recompute}"
-            )
-        elif each.fits_host:
-            yield f"{line}  needs {each.needed / GIB:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
-        else:
-            yield f"{line}  needs {each.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
-    for name, best in (("cheapest", lambda each: each.cost), ("fastest", lambda each: each.hours)):
-        if fitting:
-            each = min(fitting, key=best)
-            yield f"the {name}: {each.request.num_gpus} x {each.request.gpu.name}, {speed_text(each)}"
+def _describe_device(machine: Machine) -> str:
+    """The number of ranks and their device."""
+    device, name = machine.device, "the CPU"
+    if device.type == "cuda":
+        is_here, elsewhere = torch.cuda.is_available(), "GPUs that are not here (--device cpu plans for the CPU)"
+        name = torch.cuda.get_device_name(device) if is_here else elsewhere
+    return f"{machine.world_size} rank{'s' * (machine.world_size > 1)} on {name}"

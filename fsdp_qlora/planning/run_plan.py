@@ -27,12 +27,11 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.observability.metric_log import refuse_sinks
-from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, least_free, place, plan_model
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, least_free, log_plan, place, plan_model
+from fsdp_qlora.planning.report import PlanReport, describe_link
 from fsdp_qlora.planning.rollout_memory import Generation, plan_generation
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
-from fsdp_qlora.planning.speed import describe_exchange
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.training.generation.questions import Question, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
@@ -174,7 +173,7 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
 def _log_plan(config: TrainConfig, plan: Plan) -> None:
     """Log rows, steps and memory."""
     placed, data, machine = plan.placed, plan.data, plan.model.machine
-    describe.log_plan(config, sample_line(data.train, int(data.train_rows[0]), plan.model.tokenizer))
+    log_plan(config, sample_line(data.train, int(data.train_rows[0]), plan.model.tokenizer))
     if data.have_images:
         log.info("Rows are padded, as with --batching padded: some have images.")
     for line in filter(None, (plan.schedule.describe(plan.warmup_steps), placed.reduction)):
@@ -183,17 +182,12 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
         num_prompts = plan.schedule.global_batch_size // plan.schedule.num_generations
         num_left = len(data.train_rows) % num_prompts
         log.info("%s", plan.generation.describe(num_prompts, plan.schedule.num_generations, num_left))
-    where = f"{describe.describe_device(machine.device, machine.world_size)}, {placed.placement.describe()}"
-    on_gpu, gpu_bytes = machine.device.type == "cuda", machine.gpu_memory and machine.gpu_memory[1]
-    memory = describe.describe_memory(placed.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
-    pieces = describe.describe_pieces(plan.model.meta.parts, placed.memory, placed.step.num_tokens)
-    exchange = describe_exchange(placed)
-    describe.log_plan(config, *memory, *(f"  {line}" for line in (pieces, exchange) if line), placed.reason)
+    report = PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1])
+    log_plan(config, *report.lines(), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
-        strategy = placed.placement.sharding_strategy
-        log.info("%s", describe.describe_link(plan.model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
+        log.info("%s", describe_link(placed, num_nodes=num_nodes))
 
 
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:

@@ -34,6 +34,7 @@ from fsdp_qlora.planning.plan import (
     least_free,
     place,
 )
+from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.training.rl.dataset import PromptData
@@ -87,16 +88,17 @@ class PlannedRun(NamedTuple):
     """
 
     config: TrainConfig
-    plan: PlacedModel
+    placed: PlacedModel
     request: GpuOffer
     tokens: float
     tokens_per_second: float
     shares: int = 1
 
     @property
-    def beside_torch(self) -> dict[str, int]:
-        """Bytes of a GPU that the run does not get."""
-        return self.request.beside_torch(self.plan.placement.sharding_strategy, self.config.context_size)
+    def report(self) -> PlanReport:
+        """The plan in words and numbers."""
+        beside = self.request.beside_torch(self.placed.placement.sharding_strategy, self.config.context_size)
+        return PlanReport(self.placed, self.request.bytes, beside)
 
     @property
     def rows(self) -> int:
@@ -104,13 +106,9 @@ class PlannedRun(NamedTuple):
         return self.config.batch_size * self.config.gradient_accumulation_steps // self.shares
 
     @property
-    def needed(self) -> int:
-        return self.plan.memory.reserved + sum(self.beside_torch.values())
-
-    @property
     def host_bytes(self) -> int:
         """Host bytes of all ranks, processes included."""
-        return self.request.num_gpus * (sum(self.plan.memory.host.values()) + PROCESS)
+        return self.request.num_gpus * (sum(self.placed.memory.host.values()) + PROCESS)
 
     @property
     def fits_host(self) -> bool:
@@ -119,12 +117,13 @@ class PlannedRun(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.needed <= self.request.bytes and self.fits_host
+        return self.report.needed <= self.request.bytes and self.fits_host
 
     @property
     def needed_with_margin(self) -> float:
         """Bytes of a GPU if the estimate is too small by its usual error; inf if the host has too few."""
-        return with_margin(self.plan.memory.reserved) + sum(self.beside_torch.values()) if self.fits_host else math.inf
+        beside = sum(self.report.beside_torch.values())
+        return with_margin(self.placed.memory.reserved) + beside if self.fits_host else math.inf
 
     @property
     def fits_with_margin(self) -> bool:
@@ -176,9 +175,9 @@ class Planner:
             found = [self.planned(**changes | _shared(config, size))._replace(shares=size) for size in sizes]
             return fit(found, lambda each: each.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
-        plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest, config.context_size))
-        rate = tokens_per_second(plan, self._size, rows.micro_batch, self.request.gpu)
-        return PlannedRun(config, plan, self.request, self._tokens or rows.tokens, rate)
+        placed = place(config, self.model, rows.longest, blocks=self._measure(rows.longest, config.context_size))
+        rate = tokens_per_second(placed, self._size, rows.micro_batch, self.request.gpu)
+        return PlannedRun(config, placed, self.request, self._tokens or rows.tokens, rate)
 
     def as_asked(self) -> PlannedRun:
         """The run as the options ask for it; with --recompute auto all blocks recompute, since nothing is probed."""
@@ -304,7 +303,11 @@ def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
 
 def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it first."""
-    return sorted(found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed))
+
+    def order(run: PlannedRun) -> tuple[int, float]:
+        return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.report.needed)
+
+    return sorted(found, key=order)
 
 
 # --- --auto ---

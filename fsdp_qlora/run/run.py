@@ -5,6 +5,7 @@ The training loop is in training/loop.py, the optimizer step in training/trainer
 
 import dataclasses
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,6 @@ from fsdp_qlora.export.write_results import check_uploads, leave_result, push_re
 from fsdp_qlora.model.adapters.first_values import start_values
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
@@ -62,6 +62,7 @@ from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
 from fsdp_qlora.utils.files import fingerprint_files, record_of
+from fsdp_qlora.utils.text import format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -190,9 +191,25 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         push_result(folder, config.push_to_hub, ranks, public=config.push_public)
         recorder.metrics.summary(progress.summary())
     seconds = clock.elapsed() - guard.started
-    log.info(describe.describe_result(progress.summary(), folder, seconds, saved=config.save_model))
+    log.info(describe_result(progress.summary(), folder, seconds, saved=config.save_model))
     for line in plan.data.describe_left_out():
         log.info("%s", line)
+
+
+def describe_result(summary: dict[str, float], output_dir: Path, seconds: float, *, saved: bool) -> str:
+    """The end of a run: losses, speed and where the files are."""
+    lines = [f"Finished in {seconds:.0f} s: last training loss {summary['loss']:.4f}"]
+    if "eval_loss" in summary:
+        ends = f"{summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}"
+        if summary.get("best_eval_loss", math.inf) < summary["eval_loss"]:
+            ends += f", lowest trained {summary['best_eval_loss']:.4f} at step {summary['best_eval_step']:.0f}"
+        lines.append(f"  held-out loss {ends}")
+    rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
+    lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
+    entries = output_dir.iterdir() if output_dir.is_dir() else ()
+    files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
+    lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
+    return "\n".join(lines)
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:

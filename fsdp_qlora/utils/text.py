@@ -80,3 +80,12 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def format_count(count: float) -> str:
+    """1234567 -> "1.2M"."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"

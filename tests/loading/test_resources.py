@@ -22,9 +22,9 @@ from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import checks
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.planning.describe import describe_memory
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
+from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
 from tests.tiny import flags, make_rows, on_ranks, write_rows
@@ -69,9 +69,12 @@ def test_a_dry_run_reports_the_memory_needed_of_the_visible_gpu() -> None:
     memory = _memory("qlora")
 
     def first_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
-        return describe_memory(memory, where="2 ranks, ddp", on_gpu=on_gpu, gpu_bytes=gpu_bytes)[0]
+        machine = SimpleNamespace(device=torch.device("cuda" if on_gpu else "cpu"), world_size=2)
+        placed: Any = SimpleNamespace(model=SimpleNamespace(machine=machine), memory=memory, placement=Placement("ddp"))
+        return next(PlanReport(placed, gpu_bytes).lines())
 
-    assert first_line(24 * 2**30) == "Memory: each rank needs 0.0 of 24 GiB of the GPU, 7 B of the host; 2 ranks, ddp"
+    line = first_line(24 * 2**30)
+    assert line.startswith("Memory: each rank needs 0.0 of 24 GiB of the GPU, 7 B of the host; 2 ranks on GPUs ")
     assert "each rank needs about " in first_line(None) and "GPU" not in first_line(1, on_gpu=False)
 
 

@@ -24,7 +24,7 @@ from fsdp_qlora.observability.report import make_page, read_run, write_at_end, w
 from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.planning.report import make_planner
+from fsdp_qlora.planning.offers import make_planner
 from fsdp_qlora.planning.search import GpuOffer
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
@@ -194,7 +194,7 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
     )  # fmt: skip
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
     found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
-    placed = dataclasses.replace(found.plan, memory=memory)
+    placed = dataclasses.replace(found.placed, memory=memory)
 
     def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
         schedule = Schedule(

@@ -19,13 +19,13 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.model.architecture.models import build_meta_model
-from fsdp_qlora.planning import describe
-from fsdp_qlora.planning import report as answer
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
-from fsdp_qlora.planning.report import find_model, known_config, make_planner
+from fsdp_qlora.planning.known_models import find_model, known_config
+from fsdp_qlora.planning.offers import EXAMPLE, make_planner, read_offers
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import format_count
 from tests.planning.test_placement import REPEATS_KEYS
 from tests.tiny import SIZES, WORDS, flags, write_rows
 
@@ -174,7 +174,7 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
     assert of_steps == pytest.approx(4 * sum(lengths) / len(lengths), abs=1)
     _, said = _plan(capsys, "--compare", **options)
     [line] = [line for line in said.splitlines() if line.startswith("The dataset")]
-    tokens = describe.format_count(3 * sum(lengths))
+    tokens = format_count(3 * sum(lengths))
     assert line == f"The dataset: 8 rows of at most {max(lengths)} tokens, {tokens} in all epochs."
     assert f", {tokens} tokens\n" in said
     (tmp_path / "any_name.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
@@ -349,7 +349,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
 
 
 def test_the_prices_that_come_along_are_examples() -> None:
-    date, requests = answer.read_offers(answer.EXAMPLE)
+    date, requests = read_offers(EXAMPLE)
     assert "examples" in date and {each.where for each in requests} == {"example"} and len(requests) > 5
 
 

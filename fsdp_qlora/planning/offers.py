@@ -1,0 +1,232 @@
+"""Plans a run on GPUs that are offered elsewhere: whether it fits, with which settings, how long, for how much."""
+
+import dataclasses
+import itertools
+import logging
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_qlora.config.marks import PLANNABLE
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig
+from fsdp_qlora.config.text import PlainLoader, read_options, value_text
+from fsdp_qlora.model.architecture.models import at_most_positions, load_tokenizer
+from fsdp_qlora.model.model_parts import count_parameters
+from fsdp_qlora.planning.gpus import find_gpu
+from fsdp_qlora.planning.known_models import find_model
+from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.planning.rollout_memory import plan_generation
+from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import GIB, format_count, printable
+
+log = logging.getLogger("fsdp_qlora")
+
+EXAMPLE = Path(__file__).with_name("prices.yaml")
+_SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
+
+
+def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
+    """Make a planner for the request's GPUs: the model is built without weights, and the rows are read if they can be.
+
+    tokens: to train on, if not those of the rows.
+    """
+    model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
+    tokenizer = _find_tokenizer(config, folder)
+    model = build_plan(config, request.machine, folder or Path(config.model_name), model_config, tokenizer)
+    for note in model.notes:
+        log.info("%s", note)
+    if tokenizer is None:
+        if config.context_length == "auto":
+            most = at_most_positions(model_config, config.longest_row)
+            log.info("Context: rows of %s tokens, the most that auto takes; with --dataset they decide", f"{most:,}")
+            config = dataclasses.replace(config, context_length=most)
+        return Planner(config, request, model, tokens=tokens)
+    from fsdp_qlora.planning.run_plan import read_rows  # most plans need no rows, and this takes a while
+
+    config, data = read_rows(config, model)
+    planner = Planner(config, request, model, data, tokens)
+    number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
+    total = format_count(planner.rows(config).tokens)
+    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
+    return planner
+
+
+def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+    """The model's tokenizer, for the rows; None if no dataset is given, or there is no tokenizer, as a line says."""
+    if config.dataset == DEFAULTS.dataset:
+        return None
+    try:
+        if folder is None:
+            raise UserError(f"{config.model_name} comes along without a tokenizer.")
+        return load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    except UserError as error:
+        log.info("Planned without the rows of --dataset: %s", error)
+        return None
+
+
+# --- words ---
+
+
+def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[str]:
+    """The plan in lines of at most 80 columns. explain: name the largest things at the peak."""
+    request, report, gpu_gib = found.request, found.report, found.request.gpu.memory_gib
+    billions = count_parameters(found.placed.model.meta.parts)["total"] / 1e9
+    name = f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
+    yield f"{name}, on {request.num_gpus} x {request.gpu.name}"
+    verdict = "does not fit" if not found.fits else "fits" if found.fits_with_margin else "fits barely"
+    share = report.needed / request.bytes
+    yield f"{verdict}: {report.needed / GIB:.1f} of {gpu_gib:g} GiB on each GPU ({share:.0%})"
+    beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
+    yield f"host memory: {found.host_bytes / GIB:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
+    yield from (*report.details(), *_generation_lines(found), "", *report.chart(), "")
+    if explain:
+        yield from (*report.largest(), "")
+    yield _speed_line(found)
+    if found.fits:
+        yield f"  {command_line(found)}"
+    elif way := next(planner.ways_to_fit(), None):
+        yield from ("it would fit with:", f"  {command_line(way)}", _speed_line(way))
+    else:
+        yield "nothing that was tried makes it fit: take more or larger GPUs"
+
+
+def _generation_lines(found: PlannedRun) -> list[str]:
+    """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
+    config, request = found.config, found.request
+    if not config.rewards or config.rollout_url:
+        return []
+    answers = found.rows * request.num_gpus
+    free = int(request.bytes) - sum(found.report.beside_torch.values())
+    generation = plan_generation(found.placed, answers, config.longest_row, free)
+    line = generation.describe(answers // config.num_generations, config.num_generations, 0)
+    return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
+
+
+def _speed_line(found: PlannedRun) -> str:
+    cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
+    speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
+    return f"{speed} for {format_count(found.tokens)} tokens{cost}"
+
+
+def _speed_text(found: PlannedRun) -> str:
+    """Speed, time and, with a price, cost."""
+    cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
+    return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
+
+
+def command_line(found: PlannedRun) -> str:
+    """The settings that `train` takes: what the options say, and the placement that was chosen."""
+    config, chosen = found.config, found.placed.placement.options
+    given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
+    given |= {"nproc_per_node": found.request.num_gpus, **chosen}
+    given.pop("dry_run", None)
+    words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
+    return f"fsdp-qlora train {' '.join(words)}"
+
+
+def as_json(found: PlannedRun) -> Mapping[str, Any]:
+    """The plan for programs; bytes are of one rank, but host_bytes."""
+    request = found.request
+    return {
+        "fits": found.fits,
+        "gpu": request.gpu.name,
+        "num_gpus": request.num_gpus,
+        **found.report.as_json(),
+        "host_bytes": found.host_bytes,
+        "tokens": round(found.tokens),
+        "tokens_per_second": round(found.tokens_per_second, 1),
+        "hours": round(found.hours, 3),
+        "price_per_hour": request.price_per_hour,
+        "cost_usd": round(found.cost, 2) if request.price_per_hour else None,
+        "where": request.where or None,
+        "command": command_line(found),
+    }
+
+
+def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
+    """The fastest three settings that fit with their margins, and why the next three do not."""
+    fitting = [each for each in found if each.fits_with_margin]
+    others = [each for each in found if not each.fits_with_margin]
+    faster = [each for each in others if not fitting or each.tokens_per_second > fitting[0].tokens_per_second]
+    for title, group in (("the fastest that fit:", fitting[:3]), ("faster, but without a margin:", faster[:3])):
+        if group:
+            yield title
+        for each in group:
+            free = each.request.gpu.memory_gib - each.report.needed / GIB
+            margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
+            words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
+            rows = f"{each.request.num_gpus} x {each.rows} rows per step"
+            yield f"  {_speed_text(each)}, {rows}, {margin}"
+            yield f"    {words}"
+            if each.config.use_activation_cpu_offload:
+                yield "    use_activation_cpu_offload true"
+            if each.config.context_size > 1:
+                yield f"    context_parallel_size {each.config.context_size}"
+
+
+# --- the rent table: a run on each offer of a price table ---
+
+
+def read_offers(path: Path) -> tuple[str, list[GpuOffer]]:
+    """The date of a price table, and its offers.
+
+    Raises:
+        UserError: it cannot be read, has no offers, or one of a GPU that is not known.
+    """
+    try:
+        table = yaml.load(read_options(path, "it"), PlainLoader)
+        offers = [GpuOffer(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
+        numbers = [(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib) for row in offers]
+        if not offers or not all(map(PLANNABLE.accepts, itertools.chain(*numbers))):
+            raise ValueError("it has no offers, or one whose GPUs, price or memory are not above 0 and at most 1e9")
+        return printable(" ".join(str(table["date"]).split())), offers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"--compare {path}: {reason}. A price table has a date and offers, each with gpu, num_gpus and "
+            f"price_per_hour, if known also host_ram_gib and where, as in {EXAMPLE}."
+        ) from error
+
+
+def compare(
+    planner: Planner, requests: Sequence[GpuOffer], *, by_time: bool, keeps_rows: bool = True
+) -> list[PlannedRun]:
+    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first.
+
+    keeps_rows: else steps may have more of them.
+    """
+    planners = [planner.on(request) for request in requests]
+    found = [each.fastest(keeps_rows=keeps_rows)[0] for each in planners]
+    return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
+
+
+def describe_offers(date: str, found: Sequence[PlannedRun]) -> Iterator[str]:
+    """The table in lines of at most 80 columns."""
+    config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
+    steps = [each.rows for each in fitting or found]
+    rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
+    yield f"{config.model_name}, {config.train_type}, {format_count(found[0].tokens)} tokens"
+    yield f"{rows} x {config.longest_row} tokens per GPU and step; prices of {date}"
+    yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
+    for each in found:
+        request, settings = each.request, each.config
+        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price_per_hour:7.2f}"
+        if each.fits_with_margin:
+            on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
+            yield (
+                f"{line} {each.hours:7,.1f} {each.cost:8,.2f}  {settings.batch_size:4} "
+                f"{settings.sharding_strategy:10} {on_host:>5} {settings.recompute}"
+            )
+        elif each.fits_host:
+            needed = each.report.needed / GIB
+            yield f"{line}  needs {needed:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
+        else:
+            yield f"{line}  needs {each.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
+    for name, best in (("cheapest", lambda each: each.cost), ("fastest", lambda each: each.hours)):
+        if fitting:
+            each = min(fitting, key=best)
+            yield f"the {name}: {each.request.num_gpus} x {each.request.gpu.name}, {_speed_text(each)}"
