@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TextIO
 from fsdp_qlora import __version__
 from fsdp_qlora.commands import (
     cache,
+    completion,
+    configs,
     convert,
     doctor,
     env,
@@ -31,8 +33,6 @@ from fsdp_qlora.commands import (
     train,
 )
 from fsdp_qlora.config.cli import Parser, with_underscores
-from fsdp_qlora.config.options import option_types
-from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.utils.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
 from fsdp_qlora.utils.redact import guard_output, lost_output
 from fsdp_qlora.utils.text import LineHandler, quiet_libraries
@@ -58,29 +58,6 @@ class Command(NamedTuple):
     takes_training_options: bool = False
 
 
-def _configs_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print these settings")
-
-
-def _configs(args: argparse.Namespace) -> None:
-    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are
-    printed, to be kept in a file and changed.
-    """
-    configs = shipped_configs()
-    if args.name is None:
-        for name, path in configs.items():
-            print(f"{name:20}{describe_config(path)}")
-    elif args.name in configs:
-        print(configs[args.name].read_text(encoding="utf-8"), end="")
-    else:
-        raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")
-
-
-def _completion(args: argparse.Namespace) -> None:
-    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit; bashcompinit` first."""
-    print(f'complete -o default -W "{" ".join([*COMMANDS, *(f"--{name}" for name in option_types())])}" fsdp-qlora')
-
-
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
     "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
@@ -95,9 +72,9 @@ COMMANDS = {
     "quantize": Command("save a model in 4 bits", quantize.run, quantize.add_options),
     "expand": Command("add identity blocks (LLaMA Pro)", expand.run, expand.add_options),
     "cache": Command("list and prune the cache of quantized weights", cache.run, cache.add_options),
-    "configs": Command("list the settings that come with the program", _configs, _configs_options),
+    "configs": Command("list the settings that come with the program", configs.run, configs.add_options),
     "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
-    "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
+    "completion": Command("print a line that completes words in bash and zsh", completion.run, lambda parser: None),
     "env": Command("print what a bug report needs", env.run, env.add_options),
     "doctor": Command("check this machine and say what to fix", doctor.run, lambda parser: None),
 }
@@ -144,13 +121,15 @@ def _choose(argv: list[str]) -> int:
 
 
 def _run(name: str, command: Command, words: list[str]) -> int:
-    """Run a command; its arguments have `words`, all of them, and `training_options`, those that it does not know."""
+    """Run a command. Its arguments also have `words` (all of them), `training_options` (those that it does not know)
+    and `commands` (the names of all).
+    """
     assert command.add_options is not None
     parser = Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
     args, others = parser.parse_known_args(with_underscores(words))
-    args.words, args.training_options = words, others
+    args.words, args.training_options, args.commands = words, others, list(COMMANDS)
     if others and not command.takes_training_options:
         raise UserError(f"Unknown option {others[0]}. See --help.")
     with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):

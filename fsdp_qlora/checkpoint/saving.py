@@ -26,8 +26,9 @@ from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.train_state import Tensors, TrainState
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import FileRecord, read_json, write_hashed_json
+from fsdp_qlora.utils.run_files import CHECKPOINTS
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -273,3 +274,23 @@ def _eval_loss(folder: Path, step: int) -> float | None:
     progress = read_json(folder / checkpoint.STATE).get("progress", {})
     loss = progress.get("eval_loss") if progress.get("last_eval_step") == step else None
     return loss if loss is not None and math.isfinite(loss) else None
+
+
+def find_checkpoint(source: Path, *, best: bool) -> Path:
+    """Find a checkpoint by its own folder, or by that of its run, of which it is the newest or the best one.
+
+    Raises:
+        UserError: there is none.
+    """
+    if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
+        return source
+    if not source.is_dir():
+        raise UserError(f"{source}: there is no such folder. Give a checkpoint's or a run's.")
+    root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
+    folders = checkpoint.published(root)
+    if not folders:
+        raise UserError(f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run.")
+    step = best_step(folders) if best else max(folders)
+    if step is None:
+        raise UserError(f"{source}: no checkpoint was evaluated, so none is known to be the best. Leave out --best.")
+    return folders[step]

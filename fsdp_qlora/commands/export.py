@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> None:
     refuse_bad_folder("out", args.out)
     parse_train_config(args.training_options)  # wrong ones are said at once
     from fsdp_qlora.checkpoint import checkpoint
+    from fsdp_qlora.checkpoint.saving import find_checkpoint
     from fsdp_qlora.export.model_folder import check_is_new
     from fsdp_qlora.export.write_results import upload
     from fsdp_qlora.run.load_model import result_form
@@ -53,26 +54,6 @@ def run(args: argparse.Namespace) -> None:
     form.log_how_to_load(out)
     if config.push_to_hub and (failure := upload(out, config.push_to_hub, public=config.push_public)):
         raise UserError(failure)
-
-
-def find_checkpoint(source: Path, *, best: bool) -> Path:
-    """The checkpoint that `source` is, or the newest or best one of the run that it is."""
-    from fsdp_qlora.checkpoint import checkpoint
-    from fsdp_qlora.checkpoint.saving import best_step
-    from fsdp_qlora.utils.run_files import CHECKPOINTS
-
-    if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
-        return source
-    if not source.is_dir():
-        raise UserError(f"{source}: there is no such folder. Give a checkpoint's or a run's.")
-    root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
-    folders = checkpoint.published(root)
-    if not folders:
-        raise UserError(f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run.")
-    step = best_step(folders) if best else max(folders)
-    if step is None:
-        raise UserError(f"{source}: no checkpoint was evaluated, so none is known to be the best. Leave out --best.")
-    return folders[step]
 
 
 def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainConfig:
