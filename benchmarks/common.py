@@ -29,7 +29,8 @@ from fsdp_qlora.distributed.process_group import release_loading_memory
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import shard_size
 from fsdp_qlora.model import model_parts
-from fsdp_qlora.planning.plan import Machine, build_plan, place
+from fsdp_qlora.planning.placement import place
+from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run import load_model

@@ -85,7 +85,8 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora.distributed.process_group import gather_numbers, start_process_group, stop_process_group
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.model import model_parts
-    from fsdp_qlora.planning.plan import Machine, build_plan, place
+    from fsdp_qlora.planning.placement import place
+    from fsdp_qlora.planning.plan import Machine, build_plan
     from fsdp_qlora.run.load_model import load_model
     from fsdp_qlora.sharding.loading.load_weights import match_tensors
     from fsdp_qlora.sharding.loading.weight_files import WeightFiles

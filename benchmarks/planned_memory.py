@@ -17,7 +17,8 @@ from transformers import AutoConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.planning.plan import Machine, place, plan_model
+from fsdp_qlora.planning.placement import place
+from fsdp_qlora.planning.plan import Machine, plan_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"

@@ -19,6 +19,7 @@ from typing import Any
 # So that it runs from a clone that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from fsdp_qlora.model.architecture.attention import Shapes
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
 from fsdp_qlora.planning.speed import DECODED_BYTES, MicroBatchSize, Size, count_work, seconds
 
@@ -54,7 +55,8 @@ def size_of(row: dict[str, Any]) -> Size:
     ends = 4 * vocabulary * hidden  # that program gathers embeddings and head with the blocks
     stored = int(linear * _BYTES[row["train_type"]]) + ends
     is_decoded, trains_all = row["train_type"] in ("qlora", "gptq"), row["train_type"] == "full"
-    return Size(blocks, hidden, heads * 128, linear, vocabulary * hidden, adapter, stored, is_decoded, trains_all)
+    shapes = Shapes(hidden, heads, groups, 128)
+    return Size(blocks, shapes, linear, vocabulary * hidden, adapter, stored, is_decoded, trains_all)
 
 
 def planned(row: dict[str, Any], achieved: float) -> float:

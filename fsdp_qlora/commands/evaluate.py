@@ -16,7 +16,7 @@ from fsdp_qlora.utils.errors import UserError
 if TYPE_CHECKING:
     from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.distributed.ranks import Ranks
-    from fsdp_qlora.planning.plan import PlacedModel
+    from fsdp_qlora.planning.placement import PlacedModel
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

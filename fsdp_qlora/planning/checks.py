@@ -7,81 +7,11 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.model.architecture.attention import can_share, packing_blocker
-from fsdp_qlora.model.architecture.models import canonical_name
-from fsdp_qlora.model.architecture.token_mixers import has_convolution
-from fsdp_qlora.model.model_parts import ModelParts, count_parameters, each_parameter
-from fsdp_qlora.model.quantizers.base import QuantizedWeight
+from fsdp_qlora.model.model_parts import each_parameter
 from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.files import free_disk
 from fsdp_qlora.utils.text import GIB
-
-_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
-
-
-def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
-
-    Raises:
-        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
-    """
-    counts = count_parameters(parts)
-    share = counts["quantized"] / counts["in_blocks"]
-    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
-        return
-    plain = {
-        canonical_name(f"{path}.{name}"): parameter.numel()
-        for path, module in parts.blocks[-1].named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
-    }
-    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
-    raise UserError(
-        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
-        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
-        "--allow_unquantized true."
-    )
-
-
-def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
-    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is known.
-
-    The rest is found by a probe (training/probes.py).
-
-    Args:
-        documents: from `attention.choose`; only our own attention exchanges heads.
-    """
-    if reason := packing_blocker(parts.model):
-        return reason
-    if not can_share(documents):
-        return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
-    owners = [module for block in parts.blocks for module in block.modules()]
-    mixing = {type(each).__name__ for each in owners if has_convolution(each)}
-    return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
-
-
-def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
-    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for `context_blocker`.
-
-    Raises:
-        UserError: the model cannot be divided so.
-    """
-    if size == 1:
-        return
-    if reason := context_blocker(parts, documents):
-        raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
-    if size not in (possible := sizes_that_divide_heads(parts)):
-        raise UserError(
-            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, which so many ranks "
-            f"cannot share equally. Possible: {', '.join(map(str, possible))}."
-        )
-
-
-def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
-    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that of the heads."""
-    heads = parts.model.config.get_text_config().num_attention_heads
-    return [size for size in range(1, heads + 1) if heads % size == 0]
 
 
 def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

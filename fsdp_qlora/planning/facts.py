@@ -12,7 +12,7 @@ from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
-from fsdp_qlora.planning.plan import PlacedModel
+from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import RunRows
 from fsdp_qlora.planning.speed import size_of, tokens_per_second

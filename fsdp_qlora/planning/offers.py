@@ -17,7 +17,7 @@ from fsdp_qlora.model.architecture.models import at_most_positions, load_tokeniz
 from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.known_models import find_model
-from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.rollout_memory import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.utils.errors import UserError
@@ -37,7 +37,7 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
     model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)
     model = build_plan(config, request.machine, folder or Path(config.model_name), model_config, tokenizer)
-    for note in model.notes:
+    for note in notes_of(config, model):
         log.info("%s", note)
     if tokenizer is None:
         if config.context_length == "auto":

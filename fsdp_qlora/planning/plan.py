@@ -1,11 +1,10 @@
-"""The plan of a model, made before a weight is read: how it is built, where its weights lie, the memory of a rank."""
+"""Plans a model before a weight is read: builds it on the meta device as the train type says, and checks it."""
 
-import dataclasses
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,28 @@ from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TrainType
-from fsdp_qlora.data.batches.rows import Lengths
-from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.distributed.store import all_gather_via_store, download_once
-from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config, reduces_base
+from fsdp_qlora.distributed.store import download_once
+from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import choose, describe_kernel
+from fsdp_qlora.model.architecture.attention import Shapes, can_share, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.model.architecture.token_mixers import has_convolution
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
-from fsdp_qlora.model.model_parts import count_parameters
+from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers import bnb_4bit
-from fsdp_qlora.planning import checks, fit
-from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
-from fsdp_qlora.planning.fit import Placement
-from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.loading import decoded
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
-from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import fit as fit_line
 from fsdp_qlora.utils.text import format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
+
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,9 @@ class ModelPlan:
     Attributes:
         meta: the model on the meta device, quantized and adapted.
         documents: attention implementation for rows without padding; None if there is none, or rows are padded.
-        is_packed: whether the weight files are in 4 bits already.
+        packed: how the weight files are quantized, if they are in 4 bits already.
         stored: the format of weight files that are decoded as they are read.
         adapter: configuration of the adapter that is saved; None where a whole model is saved.
-        notes: decisions about the model, one sentence each.
     """
 
     machine: Machine
@@ -114,36 +109,14 @@ class ModelPlan:
     tokenizer: PreTrainedTokenizerBase
     meta: MetaModel
     documents: str | None
-    is_packed: bool
+    packed: bnb_4bit.PackedFormat | None
     stored: decoded.StoredFormat | None
     adapter: LoraConfig | None
-    notes: tuple[str, ...]
 
     @property
     def trains_whole_modules(self) -> bool:
         """Whether more than an adapter trains. Its gradients do not add up unsharded, and its state is not gathered."""
         return self.adapter is None or bool(self.adapter.modules_to_save)
-
-
-@dataclass(frozen=True)
-class PlacedModel:
-    """A planned model with its placement on the ranks.
-
-    Attributes:
-        layout: how the ranks share the model and its rows.
-        memory: of a rank for the longest rows, estimated from `step` and `blocks`.
-        reduction: a sentence where gradients are reduced in each micro-batch for want of memory.
-        reason: a sentence that says why this placement was chosen.
-    """
-
-    model: ModelPlan
-    placement: Placement
-    layout: Layout
-    memory: Memory
-    step: Step
-    blocks: Sequence[BlockBytes]
-    reduction: str | None = None
-    reason: str | None = None
 
 
 def read_model(
@@ -169,7 +142,7 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     plan = build_plan(config, machine, *read_model(config, once=once))
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
-    for note in plan.notes:
+    for note in notes_of(config, plan):
         log.info("%s", note)
     log_plan(config, *describe_model(plan.meta, plan.precision), kernel)
     most = models.most_positions(plan.config)
@@ -200,6 +173,22 @@ def describe_model(meta: MetaModel, precision: Precision) -> list[str]:
     ]
 
 
+def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
+    """One sentence about each thing in a model that is not as its options alone say."""
+    meta = plan.meta
+    if plan.stored:
+        yield plan.stored.describe_use(quantizes=plan.train_type.quantizer is not None)
+    if plan.packed:
+        yield plan.packed.describe_use(quant_type=config.quant_type, double_quant=config.double_quant)
+    if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
+        named = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        yield f"Neither quantized nor adapted, since other modules read their weights: {named}."
+    if towers := meta.parts.towers:
+        size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
+        named = ", ".join(towers)
+        yield f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)})."
+
+
 def build_plan(
     config: TrainConfig,
     machine: Machine,
@@ -212,7 +201,7 @@ def build_plan(
     # GPUs that are elsewhere are taken for newer ones.
     asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(asked, device)]
-    layers, stored, notes = resolve_layers(config, model_config)
+    stored, layers = decoded.take_format(model_config), layer_options(config, model_config)
     meta = build_model(
         model_config,
         train_type,
@@ -223,13 +212,6 @@ def build_plan(
         trust_remote_code=config.trust_remote_code,
     )
     check_model(config, meta)
-    if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
-        named = ", ".join(f"{name} ({count})" for name, count in counts.items())
-        notes.append(f"Neither quantized nor adapted, since other modules read their weights: {named}.")
-    if towers := meta.parts.towers:
-        size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
-        named = ", ".join(towers)
-        notes.append(f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)}).")
     adapter = None
     if train_type.adapter:
         adapter = peft_config(
@@ -242,7 +224,7 @@ def build_plan(
             model_config=model_config,
         )
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
-    checks.check_context(meta.parts, kernel, config.context_size)
+    check_context(meta.parts, kernel, config.context_size)
     return ModelPlan(
         machine=machine,
         train_type=train_type,
@@ -252,30 +234,25 @@ def build_plan(
         tokenizer=tokenizer,
         meta=meta,
         documents=None if config.batching == "padded" else kernel,
-        is_packed=layers.prequantized is not None,
+        packed=layers.prequantized,
         stored=stored,
         adapter=adapter,
-        notes=tuple(notes),
     )
 
 
-def resolve_layers(
-    config: TrainConfig, model_config: PretrainedConfig
-) -> tuple[LayerOptions, decoded.StoredFormat | None, list[str]]:
-    """How layers are quantized and adapted, the format of the weight files if it is decoded, and sentences on both."""
-    train_type, notes = config.kind, []
-    stored = decoded.take_format(model_config)
-    if stored:
-        notes.append(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = bnb_4bit.take_packed(model_config, config.model_name)
-    if prequantized:
-        if train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks:
-            raise UserError(
-                f"model_name {config.model_name} is quantized to 4 bits, which train_type {config.train_type} cannot "
-                "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
-            )
-        notes.append(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    layers = LayerOptions(
+def layer_options(config: TrainConfig, model_config: PretrainedConfig) -> LayerOptions:
+    """How layers are quantized and adapted.
+
+    Raises:
+        UserError: the files are quantized to 4 bits, and the train type trains other models.
+    """
+    train_type, packed = config.kind, bnb_4bit.take_packed(model_config, config.model_name)
+    if packed and (train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks):
+        raise UserError(
+            f"model_name {config.model_name} is quantized to 4 bits, which train_type {config.train_type} cannot "
+            "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
+        )
+    return LayerOptions(
         lora=config.pick(
             LoraOptions,
             prefix="lora_",
@@ -284,10 +261,9 @@ def resolve_layers(
             alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
         ),
         quantizer=quantizer_options(config, train_type.quantizer),
-        prequantized=prequantized,
+        prequantized=packed,
         new_blocks=models.new_blocks(model_config, config.model_name) if train_type.trains_new_blocks else (),
     )
-    return layers, stored, notes
 
 
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
@@ -301,129 +277,68 @@ def check_model(config: TrainConfig, meta: MetaModel) -> None:
         adapter, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
         check_fits(adapter, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
     if config.kind.quantizer:
-        checks.check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
+        check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
 
 
-def place(
-    config: TrainConfig,
-    plan: ModelPlan,
-    lengths: Lengths | None = None,
-    store: dist.Store | None = None,
-    blocks: Sequence[BlockBytes] | None = None,
-) -> PlacedModel:
-    """Give a model its place: as the options ask, and where they leave it open by what fits, alike on all ranks.
-
-    Args:
-        lengths: of the longest micro-batch; None for as many and as long rows as the options allow.
-        store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
-    """
-    lengths = lengths or longest_allowed(config)
-    shares = config.context_size
-    blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares)
-    found = {each: _placed(config, plan, each, blocks, lengths) for each in candidates(config, plan)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    needs = {each: fit.with_margin(placed.memory.reserved) for each, placed in found.items()}
-    free = least_free(plan.machine, "the free GPU memory", store)
-    chosen = fit.choose(needs, free)
-    # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
-    is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
-    reason = None if is_expected else fit.describe_choice(needs, free)
-    return dataclasses.replace(found[chosen], reduction=fit.describe_reduction(needs, free), reason=reason)
-
-
-def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:
-    """Bytes free on the GPU that has least of all ranks'; None if no GPU is known.
-
-    Args:
-        what: unique in this start. store: None asks this rank alone.
-    """
-    here, ranks = machine.gpu_memory, machine.ranks
-    if here is None or store is None or ranks.world_size == 1:
-        return here[0] if here else None
-    return min(map(int, all_gather_via_store(str(here[0]), what, ranks, store)))
-
-
-def longest_allowed(config: TrainConfig) -> Lengths:
-    """A micro-batch of as many and as long rows as the options allow."""
-    return Lengths([config.longest_row] * config.batch_size * config.row_kind.num_learned)
-
-
-def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
-    """The numbers of ranks that may share each micro-batch, as the option and the model say, the smallest first."""
-    if config.context_parallel_size != "auto":
-        return [config.context_size]
-    if checks.context_blocker(plan.meta.parts, plan.documents):
-        return [1]
-    return [size for size in checks.sizes_that_divide_heads(plan.meta.parts) if plan.machine.per_node % size == 0]
-
-
-def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
-    """The placements that the options leave open, the fastest first."""
-    is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
-    ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)
-    blocks = len(plan.meta.parts.blocks)
-    if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
-        raise UserError(
-            f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
-            "embeddings too."
-        )
-    return fit.candidates(
-        config.sharding_strategy,
-        fit.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
-        world_size=plan.machine.world_size,
-        per_node=plan.machine.per_node,
-        on_gpu=plan.machine.device.type == "cuda",
-        accumulates=(False,) if plan.trains_whole_modules else ways,
-    )
-
-
-def _placed(
-    config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], lengths: Lengths
-) -> PlacedModel:
-    """The model in a place, with the memory of a rank there."""
-    machine = plan.machine
-    layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
-    step = Step(
-        precision=plan.precision,
-        optimizer=config.optimizer,
-        layout=layout,
-        placement=chosen,
-        num_tokens=-(-lengths.num_computed // config.context_size),
-        recomputing=blocks_to_recompute(config, plan),
-        has_micro_batches=config.gradient_accumulation_steps > 1,
-        offloads_activations=config.use_activation_cpu_offload,
-        buffer_bytes=config.loading_buffer_mib * 2**20,
-        on_gpu=machine.device.type == "cuda",
-        passes=1 + config.has_reference_beside,
-        image_values=lengths.image_values,
-    )
-    return PlacedModel(plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks)
-
-
-def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
-    """How many decoder blocks recompute when the run starts; with auto all, until probes have found what fits.
+def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
+    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
 
     Raises:
-        UserError: the model does not have so many.
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
     """
-    blocks, asked = len(plan.meta.parts.blocks), config.recompute
-    if isinstance(asked, int) and asked > blocks:
-        raise UserError(f"--recompute {asked}: the model has {blocks} decoder blocks. Give at most that, or all.")
-    return asked if isinstance(asked, int) else 0 if asked == "none" else blocks
-
-
-def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
-    """Refuse a run whose weights alone do not fit, or whose result does not."""
-    plan, ranks = placed.model, placed.model.machine.ranks
-    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
-        size = checks.result_bytes(
-            plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
-        )
-        checks.check_disk(Path(config.output_dir), size)
-    checks.check_resources(
-        placed.memory,
-        ranks.device,
-        ranks_on_host=ranks.local_world_size,
-        can_offload=not placed.placement.offload.blocks,
+    counts = count_parameters(parts)
+    share = counts["quantized"] / counts["in_blocks"]
+    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
+        return
+    plain = {
+        models.canonical_name(f"{path}.{name}"): parameter.numel()
+        for path, module in parts.blocks[-1].named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
+    }
+    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
+    raise UserError(
+        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
+        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
+        "--allow_unquantized true."
     )
+
+
+def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
+    """Why ranks cannot share the tokens of a row, by a model's structure; None if no reason is known.
+
+    The rest is found by a probe (training/probes.py).
+
+    Args:
+        documents: from `attention.choose`; only our own attention exchanges heads.
+    """
+    if reason := packing_blocker(parts.model):
+        return reason
+    if not can_share(documents):
+        return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
+    owners = [module for block in parts.blocks for module in block.modules()]
+    mixing = {type(each).__name__ for each in owners if has_convolution(each)}
+    return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
+
+
+def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
+    """Refuse a model of which so many ranks cannot share the tokens. Arguments as for `context_blocker`.
+
+    Raises:
+        UserError: the model cannot be divided so.
+    """
+    if size == 1:
+        return
+    if reason := context_blocker(parts, documents):
+        raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
+    if size not in (possible := sizes_that_divide_heads(parts)):
+        raise UserError(
+            f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, which so many ranks "
+            f"cannot share equally. Possible: {', '.join(map(str, possible))}."
+        )
+
+
+def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
+    """The numbers of ranks that can share the heads of queries equally, ascending; the last is that of the heads."""
+    heads = Shapes.of(parts.model.config).heads
+    return [size for size in range(1, heads + 1) if heads % size == 0]

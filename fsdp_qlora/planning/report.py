@@ -10,7 +10,8 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.fused import Mlp
 from fsdp_qlora.model.model_parts import count_bytes
-from fsdp_qlora.planning.plan import Machine, PlacedModel
+from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import describe_exchange
 from fsdp_qlora.utils.text import GIB, format_bytes
 

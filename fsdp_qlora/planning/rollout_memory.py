@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
+from fsdp_qlora.model.architecture.attention import Shapes
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.fit import with_margin
-from fsdp_qlora.planning.plan import PlacedModel
+from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _LEAST_ON_CPU = GIB  # bytes for the answers of a rank on a CPU, whose steps may need less
@@ -59,9 +60,7 @@ def plan_generation(placed: PlacedModel, num_answers: int, longest: int, free: i
 
 def _bytes_of_answer(config: PretrainedConfig, tokens: int, itemsize: int) -> int:
     """Bytes of an answer's cache, and of what its prompt and its next token need while they are computed."""
-    query_heads = getattr(config, "num_attention_heads", None) or 1
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    cache = 2 * config.num_hidden_layers * heads * width * itemsize
-    return int(tokens * (cache + (4 * config.hidden_size + 3 * inner) * itemsize) + _COPIES * 4 * config.vocab_size)
+    hidden, _, groups, head_dim = Shapes.of(config)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    cache = 2 * config.num_hidden_layers * groups * head_dim * itemsize
+    return int(tokens * (cache + (4 * hidden + 3 * inner) * itemsize) + _COPIES * 4 * config.vocab_size)

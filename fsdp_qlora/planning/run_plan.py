@@ -27,7 +27,8 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.observability.metric_log import refuse_sinks
-from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, least_free, log_plan, place, plan_model
+from fsdp_qlora.planning.placement import PlacedModel, least_free, place
+from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model
 from fsdp_qlora.planning.report import PlanReport, describe_link
 from fsdp_qlora.planning.rollout_memory import Generation, plan_generation
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule

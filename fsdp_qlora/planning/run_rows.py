@@ -12,7 +12,7 @@ from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.model.architecture.attention import can_share
-from fsdp_qlora.planning.plan import longest_allowed
+from fsdp_qlora.planning.placement import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
 from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.utils.errors import UserError

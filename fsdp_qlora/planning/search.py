@@ -25,15 +25,8 @@ from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
 from fsdp_qlora.planning.gpus import Gpu, communicators, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.plan import (
-    Machine,
-    ModelPlan,
-    PlacedModel,
-    candidates,
-    context_sizes,
-    least_free,
-    place,
-)
+from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
+from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second

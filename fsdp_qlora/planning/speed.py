@@ -7,10 +7,10 @@ Of 33 published runs of the 2024 program, planned by the others of their GPU, th
 import math
 from typing import NamedTuple
 
-from fsdp_qlora.model.architecture.attention import head_size
+from fsdp_qlora.model.architecture.attention import Shapes
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
-from fsdp_qlora.planning.plan import PlacedModel
+from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.utils.text import format_bytes
 
 # Fitted to the published runs together with `Gpu.achieved`.
@@ -78,12 +78,11 @@ class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
     linear, head, adapter: weights of the blocks' matrices that work on a token, of the head, of adapters. stored: bytes
-    of the base. attended: heads x their size. groups: heads of keys and values, of `head_dim`.
+    of the base.
     """
 
     blocks: int
-    hidden: int
-    attended: int
+    shapes: Shapes
     linear: int
     head: int
     adapter: int
@@ -91,8 +90,11 @@ class Size(NamedTuple):
     is_decoded: bool
     trains_all: bool = False
     mixture: Mixture = Mixture(0, 1, 0, 0)
-    groups: int = 1
-    head_dim: int = 0
+
+    @property
+    def attended(self) -> int:
+        """Size of the queries of a token."""
+        return self.shapes.heads * self.shapes.head_dim
 
 
 def count_work(
@@ -120,7 +122,7 @@ def count_work(
     experts, hit = size.mixture, size.mixture.hit(micro_batch.tokens)
     decoded = size.linear + experts.weights * (hit / experts.chosen - 1)
     decoding = passes * DECODED_BYTES * decoded * size.is_decoded
-    elementwise = micro_batch.tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
+    elementwise = micro_batch.tokens * size.blocks * size.shapes.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
@@ -134,7 +136,7 @@ def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
 
     Queries and outputs of all heads, keys and values of as many as the ranks need (distributed/context.py), in 16 bits.
     """
-    heads = size.attended + math.lcm(size.groups, num_ranks) * size.head_dim
+    heads = size.attended + math.lcm(size.shapes.groups, num_ranks) * size.shapes.head_dim
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
 
 
@@ -175,9 +177,8 @@ def describe_exchange(plan: PlacedModel) -> str | None:
 
 def size_of(parts: ModelParts) -> Size:
     """The size of a built model; of a mixture's experts those that work on a token."""
-    text = parts.model.config.get_text_config()
     kinds = [item for block in parts.blocks for item in parts.kinds(block).items()]
-    active = getattr(text, "num_experts_per_tok", None)
+    active = getattr(parts.model.config.get_text_config(), "num_experts_per_tok", None)
     # A convolution's shape has three sizes too.
     routed = [shape for shape in parts.matrices if active and len(shape) == 3 and shape[1] > 1]
     experts = max((shape[0] for shape in routed), default=0)
@@ -185,10 +186,7 @@ def size_of(parts: ModelParts) -> Size:
     weights = sum(chosen * math.prod(shape[1:]) for shape in routed)
     return Size(
         blocks=len(parts.blocks),
-        hidden=text.hidden_size,
-        attended=text.num_attention_heads * head_size(parts.model.config),
-        groups=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=head_size(parts.model.config),
+        shapes=Shapes.of(parts.model.config),
         linear=sum(map(math.prod, parts.matrices)) - sum(map(math.prod, routed)) + weights,
         mixture=Mixture(experts, chosen, len(routed), weights),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]

@@ -35,7 +35,8 @@ from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture.fused import describe_fused
 from fsdp_qlora.model.architecture.token_mixers import layers_apart
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
-from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, quantizer_options
+from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
@@ -66,7 +67,7 @@ def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dis
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
     files = WeightFiles(plan.folder, plan.stored)
-    return match_tensors(plan.meta.model, files, packed=plan.is_packed)
+    return match_tensors(plan.meta.model, files, packed=plan.packed is not None)
 
 
 def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
@@ -112,7 +113,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
-    layers = {} if plan.is_packed else quantized_layers(model)
+    layers = {} if plan.packed else quantized_layers(model)
     root = cache_root(cache_folder)
     if root and layers:
         load_or_create(root, layers, weights, load, ranks, mesh)

@@ -21,7 +21,8 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
+from fsdp_qlora.planning.placement import PlacedModel, place
+from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
 from fsdp_qlora.training.generation.questions import PromptFormat, Question, chosen_format, question

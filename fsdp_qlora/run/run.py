@@ -47,7 +47,8 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.planning.plan import PlacedModel, check_resources, read_model
+from fsdp_qlora.planning.placement import PlacedModel, check_resources
+from fsdp_qlora.planning.plan import read_model
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
 from fsdp_qlora.run.rollouts import open_source, stops_of

@@ -31,7 +31,8 @@ from fsdp_qlora.planning.fit import (
 )
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
-from fsdp_qlora.planning.plan import Machine, least_free
+from fsdp_qlora.planning.placement import least_free
+from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
 from tests.tiny import SIZES
 

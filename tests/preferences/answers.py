@@ -103,7 +103,8 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
     from fsdp_qlora.distributed.process_group import connect, start_process_group, stop_process_group
     from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
     from fsdp_qlora.distributed.supervision.stops import Control
-    from fsdp_qlora.planning.plan import Machine, place, plan_model
+    from fsdp_qlora.planning.placement import place
+    from fsdp_qlora.planning.plan import Machine, plan_model
     from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model

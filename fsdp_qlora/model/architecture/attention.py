@@ -37,6 +37,26 @@ _SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, FLASH: FLASH, "eager": EAGER}
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
 
+class Shapes(NamedTuple):
+    """The sizes of a text model, which are the same in all of its blocks.
+
+    heads: heads of queries. groups: heads of keys and values. head_dim: size of a head of queries.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "Shapes":
+        """Read a configuration. A model without attention counts as one head."""
+        text = config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None) or 1
+        groups = getattr(text, "num_key_value_heads", None) or heads
+        return cls(text.hidden_size, heads, groups, getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
     """transformers' name of the SDPA variant that needs the least memory: `sdpa`, or REPEATED if that is better.
 
@@ -54,22 +74,14 @@ def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool) -> str:
     """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or math."""
-    text = config.get_text_config()
-    num_heads = text.num_attention_heads
-    num_groups = num_heads if repeated else getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = head_size(config)
-    query = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
-    key = torch.empty(1, num_groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
-    params = SDPAParams(query, key, key, None, 0.0, True, num_groups != num_heads)
+    _, heads, groups, head_dim = Shapes.of(config)
+    groups = heads if repeated else groups
+    query = torch.empty(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    key = torch.empty(1, groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    params = SDPAParams(query, key, key, None, 0.0, True, groups != heads)
     if can_use_flash_attention(params):
         return "flash"
     return "memory-efficient" if can_use_efficient_attention(params) else "math"
-
-
-def head_size(config: PretrainedConfig) -> int:
-    """The dimension of a head of queries."""
-    text = config.get_text_config()
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _sdpa_of_repeated(
@@ -101,7 +113,7 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     needs_more = any(getattr(text, setting, None) for setting in ("attn_logit_softcapping", "attention_dropout"))
     if replaces and not needs_more:  # neither of which torch's kernel has
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
-        takes_heads = head_size(config) % 8 == 0
+        takes_heads = Shapes.of(config).head_dim % 8 == 0
         name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
     _register()
     return name

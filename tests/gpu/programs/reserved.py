@@ -23,7 +23,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed.shards import build_mesh, local_part
-from fsdp_qlora.planning.plan import Machine, build_plan, place
+from fsdp_qlora.planning.placement import place
+from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.run.load_model import build_trainer
