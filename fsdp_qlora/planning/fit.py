@@ -75,48 +75,6 @@ class Placement(NamedTuple):
         return f"{self.sharding_strategy}{' with the base in host memory' if self.offload.blocks else ''}"
 
 
-def possible_offloads(use_cpu_offload: bool | int | str, num_blocks: int, *, can_offload: bool = True) -> list[Offload]:
-    """The offloads that the option leaves open, the faster first. can_offload: whether auto may choose the host."""
-    nothing, everything = Offload(), Offload(num_blocks, embeddings=True)
-    if use_cpu_offload == "auto":
-        return [nothing, everything] if can_offload else [nothing]
-    return [everything if use_cpu_offload is True else Offload(int(use_cpu_offload))]
-
-
-def candidates(
-    sharding_strategy: str,
-    offloads: Sequence[Offload],
-    *,
-    world_size: int,
-    per_node: int,
-    on_gpu: bool,
-    accumulates: Sequence[bool] = (True,),
-) -> list[Placement]:
-    """The placements that the options leave open, the fastest first; on a CPU there is one.
-
-    A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
-    Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
-
-    Args:
-        sharding_strategy: the option; auto leaves the choice open. per_node: ranks of each node. offloads,
-            accumulates: what is possible, the faster first.
-    """
-    is_auto = sharding_strategy == "auto"
-    if not on_gpu:
-        return [Placement("full_shard" if is_auto else sharding_strategy, offloads[0], accumulates[0])]
-    strategies = [sharding_strategy]
-    if is_auto:
-        possible = {"ddp": world_size > 1, "hybrid_full_shard": 1 < per_node < world_size}
-        strategies = [*(strategy for strategy, is_possible in possible.items() if is_possible), "full_shard"]
-    return [
-        Placement(strategy, offload, adds_up)
-        for strategy in strategies
-        for offload in offloads
-        if not (is_auto and strategy == "ddp" and offload.blocks)
-        for adds_up in (accumulates if world_size > 1 and strategy != "ddp" else accumulates[:1])
-    ]
-
-
 def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
     """The first placement that fits in `free` bytes; the last if none does.
 

@@ -12,6 +12,7 @@ from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import reduces_base
+from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning import checks, fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import Placement
@@ -97,23 +98,37 @@ def context_sizes(config: TrainConfig, plan: ModelPlan) -> list[int]:
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
-    """The placements that the options leave open, the fastest first."""
-    is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
-    ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)
-    blocks = len(plan.meta.parts.blocks)
+    """The placements that the options leave open, the fastest first; on a CPU there is one.
+
+    A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
+    Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
+
+    Raises:
+        UserError: --use_cpu_offload is more than the model's blocks.
+    """
+    machine, strategy, blocks = plan.machine, config.sharding_strategy, len(plan.meta.parts.blocks)
     if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
         raise UserError(
             f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
             "embeddings too."
         )
-    return fit.candidates(
-        config.sharding_strategy,
-        fit.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
-        world_size=plan.machine.world_size,
-        per_node=plan.machine.per_node,
-        on_gpu=plan.machine.device.type == "cuda",
-        accumulates=(False,) if plan.trains_whole_modules else ways,
-    )
+    is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
+    nothing, everything = Offload(), Offload(blocks, embeddings=True)
+    offloads = [everything if asked is True else Offload(int(asked))] if asked != "auto" else [nothing, everything]
+    offloads = offloads[:1] if is_paged_whole else offloads
+    is_auto, ranks = strategy == "auto", machine.world_size
+    ways = (True, False) if config.gradient_accumulation_steps > 1 and ranks > 1 else (True,)
+    ways = (False,) if plan.trains_whole_modules else ways
+    if machine.device.type != "cuda":
+        return [Placement("full_shard" if is_auto else strategy, offloads[0], ways[0])]
+    possible = {"ddp": ranks > 1, "hybrid_full_shard": 1 < machine.per_node < ranks, "full_shard": True}
+    return [
+        Placement(name, offload, accumulates)
+        for name in ([name for name, is_possible in possible.items() if is_possible] if is_auto else [strategy])
+        for offload in offloads
+        if not (is_auto and name == "ddp" and offload.blocks)
+        for accumulates in (ways[:1] if name == "ddp" else ways)
+    ]
 
 
 def _placed(

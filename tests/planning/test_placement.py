@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
@@ -23,15 +25,13 @@ from fsdp_qlora.model.model_parts import ModelParts, Offload
 from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
 from fsdp_qlora.planning.fit import (
     Placement,
-    candidates,
     choose,
     describe_choice,
     describe_reduction,
-    possible_offloads,
 )
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
-from fsdp_qlora.planning.placement import least_free
+from fsdp_qlora.planning.placement import candidates, least_free
 from fsdp_qlora.planning.plan import Machine
 from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
 from tests.tiny import SIZES
@@ -48,6 +48,17 @@ MIXTURE = Qwen3MoeConfig(
     hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, vocab_size=320, head_dim=64,
 )  # fmt: skip
+
+
+def _candidates(
+    strategy: str, offload: Any, ranks: int, *, device: str = "cuda", micro_batches: int = 1, **about_model: Any
+) -> list[Placement]:
+    """The candidates for two GPUs per machine and a model of BLOCKS blocks."""
+    config = TrainConfig(sharding_strategy=strategy, use_cpu_offload=offload, gradient_accumulation_steps=micro_batches)
+    machine = SimpleNamespace(device=torch.device(device), world_size=ranks, per_node=min(ranks, 2))
+    meta = SimpleNamespace(parts=SimpleNamespace(blocks=[None] * BLOCKS))
+    plan: Any = SimpleNamespace(machine=machine, meta=meta, **{"trains_whole_modules": False, **about_model})
+    return candidates(config, plan)
 
 
 @pytest.mark.parametrize(
@@ -67,17 +78,16 @@ MIXTURE = Qwen3MoeConfig(
 )
 def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected: list[Placement]) -> None:
     strategy, offload = given
-    possible = possible_offloads(offload, BLOCKS)
-    found = candidates(strategy, possible, world_size=ranks, per_node=2, on_gpu=True)
+    found = _candidates(strategy, offload, ranks)
     assert found == expected
     # Its options ask for what was chosen; where auto puts nothing on the host it is not left open again.
     assert found[-1].options["use_cpu_offload"] == (True if offload == "auto" else offload)
     # On a CPU nothing is left open.
-    here = "full_shard" if strategy == "auto" else strategy
-    assert candidates(strategy, possible, world_size=ranks, per_node=2, on_gpu=False) == [Placement(here, possible[0])]
+    here, first = "full_shard" if strategy == "auto" else strategy, found[0].offload
+    assert _candidates(strategy, offload, ranks, device="cpu") == [Placement(here, first)]
     # What is known of no GPU is what was asked for, shared by the most ranks.
     unknown = choose(dict.fromkeys(found, GIB), None)
-    assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == possible[0]
+    assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == first
 
 
 def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
@@ -94,13 +104,11 @@ def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
 
 
 def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
-    found = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(True, False))
+    found = _candidates("auto", "auto", 2, micro_batches=2)
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
-    assert candidates("auto", [Offload()], world_size=1, per_node=1, on_gpu=True, accumulates=(True, False)) == [
-        SHARDED
-    ]
+    assert _candidates("auto", False, 1, micro_batches=2) == [SHARDED]
     needs = {each: size * GIB for each, size in zip(found, (15, 12, 10, 6, 4), strict=True)}
     assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
     assert str(describe_choice(needs, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
@@ -112,7 +120,7 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     # Where the rest is asked for, and where whole modules train.
     asked = {each: needs[each] for each in found[1:3]}
     assert describe_choice(asked, 11 * GIB) is None and choose(asked, None) == SHARDED
-    whole = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(False,))
+    whole = _candidates("auto", "auto", 2, micro_batches=2, trains_whole_modules=True)
     needs = dict.fromkeys(whole, 9 * GIB)
     assert len(whole) == 3 and choose(needs, None) == SHARDED._replace(accumulates=False)
     assert describe_reduction(needs, 1 * GIB) is None and describe_choice(needs, 1 * GIB)
