@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 
 # Whoever has asked CUDA for its devices can no longer be forked, and torch's compiler asks when it is imported.
-# So does bitsandbytes, and peft imports it.
 with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import datasets  # noqa: F401
     import torch.distributed.fsdp
@@ -29,6 +28,12 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import torch.optim
     import transformers.models.llama.modeling_llama
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
+
+# bitsandbytes asks which of its libraries to load, and gets this answer without CUDA.
+CARD = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_capability": lambda *_: (8, 6)}
+with mock.patch.multiple(torch.cuda, **CARD):
+    import fsdp_qlora.run.run  # noqa: F401
+assert not torch.cuda.is_initialized()
 
 gc.collect()
 gc.freeze()  # a process's collector would copy the pages of all that
