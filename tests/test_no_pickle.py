@@ -44,7 +44,7 @@ def test_no_source_pickles_or_unpickles() -> None:
     assert {path: found for path in SOURCES if (found := offences(path.read_text()))} == {}
 
 
-def test_the_search_finds_what_it_is_for() -> None:
+def test_pickle_search_finds_pickling_code() -> None:
     lines = [
         "import pickle",
         "from torch.distributed import checkpoint as dcp",

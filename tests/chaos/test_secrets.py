@@ -72,7 +72,7 @@ def test_a_failing_run_prints_no_secret(case: str, tmp_path: Path) -> None:
     assert leaks(tmp_path / "logs") == []
 
 
-def test_known_forms_are_hidden_and_common_words_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_secret_formats_are_hidden_and_common_words_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     token = "hf_" + "aB3" * 10
     assert (
         redact(f"token {token}, https://me:pw@host:8080/x?y=1") == f"token {HIDDEN}, https://{HIDDEN}@host:8080/x?y=1"

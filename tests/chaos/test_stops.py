@@ -202,6 +202,6 @@ def test_ranks_make_equal_decisions_and_detect_different_steps() -> None:
         ranks[0].agree(flags)
 
 
-def test_a_budget_counts_earlier_starts_and_is_kept() -> None:
+def test_time_budget_includes_earlier_starts() -> None:
     budget = stops.Budget(max_hours=2, used_seconds=3600)
     assert not budget.is_used_up(3599) and budget.is_used_up(3600)

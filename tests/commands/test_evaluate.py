@@ -98,7 +98,7 @@ def test_rows_that_are_not_there_are_refused_before_weights_are_read(
     assert main([*argv, "--objective", "dpo"]) == 2 and "compares with the start of a run" in capsys.readouterr().err
 
 
-def test_the_table_has_whole_counts_and_empty_cells() -> None:
+def test_evaluate_prints_whole_counts_and_empty_cells() -> None:
     results = {"chat": {"loss": 1.2345678, "rows": 40}, "choice": {"acc": 0.5}}
     assert [line.split() for line in describe(results).splitlines()] == [
         ["loss", "rows", "acc"],

@@ -75,7 +75,7 @@ def test_models_and_adapters_are_given_to_the_converter_that_is_found(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_cannot_be_converted_is_refused_and_leaves_no_file(
+def test_gguf_refuses_unsupported_input_and_leaves_no_file(
     clone: Path, models: Models, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base, out, broken = models("llama"), tmp_path / "out.gguf", tmp_path / "broken"

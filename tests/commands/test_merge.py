@@ -202,7 +202,7 @@ def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
     assert body.count(shown) >= 9 and "[a](" not in body.replace(shown, "") and "\n# [" not in body
 
 
-def test_what_cannot_be_merged_is_refused_by_name(
+def test_merge_refuses_unsupported_runs_by_name(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, out = models("llama"), tmp_path / "out"

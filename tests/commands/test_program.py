@@ -79,7 +79,7 @@ TOO_LONG = "longer than that of any file" if sys.version_info < (3, 14) else "no
         (["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))], TOO_LONG),
     ],
 )
-def test_a_name_no_file_can_have_is_bad_input_of_a_screen(
+def test_impossible_file_names_are_refused_in_a_short_message(
     argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     null = tmp_path / "null.yaml"
@@ -89,7 +89,7 @@ def test_a_name_no_file_can_have_is_bad_input_of_a_screen(
     assert re.search(said, captured.err) and len(captured.err) < 7000 and captured.out == ""
 
 
-def test_other_errors_of_the_system_and_of_the_program_stay_as_they_are() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     for error in (PermissionError(errno.EACCES, "denied", "a"), ValueError("a bug"), UserError("bad")):
         with pytest.raises(type(error), match=re.escape(str(error))), paths_refused():
             raise error
@@ -120,7 +120,7 @@ def test_installed_users_are_sent_to_no_file_of_the_clone() -> None:
     assert not [(path, text) for path, text in texts if isinstance(text, str) and clone.search(text)]
 
 
-def test_a_reader_that_ends_early_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     command = [sys.executable, "-m", "fsdp_qlora", "configs", "demo"]
     reader, writer = os.pipe()
     os.close(reader)  # before the program writes, on a busy machine too

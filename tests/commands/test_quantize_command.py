@@ -65,7 +65,7 @@ def test_saved_experts_train_as_the_weights_they_were_made_of(
     assert re.findall("^Model: .*$", saved, re.MULTILINE) == re.findall("^Model: .*$", ours, re.MULTILINE) != []
 
 
-def test_bad_input_is_said_and_leaves_nothing(
+def test_quantize_refuses_bad_input_and_leaves_nothing(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "full").mkdir()

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], dict[str, Any]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
-def test_auto_is_the_least_power_of_two_that_keeps_99_percent(name: str, tmp_path: Path, lines: list[str]) -> None:
+def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name: str, tmp_path: Path, lines: list[str]) -> None:
     datasets, options = CASES[name]
     paths = [write_rows(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(datasets)]
     expected = 2
@@ -68,7 +68,7 @@ def test_auto_is_the_least_power_of_two_that_keeps_99_percent(name: str, tmp_pat
 
 
 @pytest.mark.quick
-def test_of_many_rows_some_at_even_distances_decide(
+def test_auto_context_samples_rows_of_large_datasets(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "_MOST_MEASURED", 10)
@@ -77,14 +77,14 @@ def test_of_many_rows_some_at_even_distances_decide(
 
 
 @pytest.mark.quick
-def test_the_first_thousand_rows_of_a_stream_decide(tmp_path: Path, lines: list[str]) -> None:
+def test_auto_context_of_a_stream_reads_its_first_thousand_rows(tmp_path: Path, lines: list[str]) -> None:
     path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 1000, *[200] * 200))
     data = prepared([path], streaming=True)
     assert data.context_length == 64 and "99% of the first 1,000 rows have at most" in lines[0]
 
 
 @pytest.mark.quick
-def test_the_number_is_that_of_the_run_that_continues(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
     run, copy, step, other = (tmp_path / name for name in ("run", "copy", "step", "other"))
     record = {"options": {"context_length": 640, "dataset": ["a.jsonl"]}}
     for folder, name, content in ((run, RUN, record), (copy, RUN, record), (step, STATE, {"about": record})):
@@ -104,7 +104,7 @@ def test_the_number_is_that_of_the_run_that_continues(tmp_path: Path) -> None:
     assert kept(run, dataset="a.jsonl", overwrite_output_dir=True) == "auto"
 
 
-def test_ranks_agree_on_the_number_and_a_resumed_run_keeps_it(models: Models, tmp_path: Path) -> None:
+def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
     options = {"model_name": models(), "dataset": rows, "max_steps": 2, "quant_cache": "off", "log_to": "stdout"}
 

@@ -154,7 +154,7 @@ CONTENTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_json_is_told_by_its_content_and_not_by_its_name(content: str, tmp_path: Path) -> None:
+def test_json_kind_is_detected_from_content_not_from_the_name(content: str, tmp_path: Path) -> None:
     text = CONTENTS[content](ROWS).encode()
     for name in ("a.json", "a.jsonl", "a.JSON.gz"):
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
@@ -162,7 +162,7 @@ def test_json_is_told_by_its_content_and_not_by_its_name(content: str, tmp_path:
         assert sources.find_source(str(tmp_path / name)).count() == len(ROWS)
 
 
-def test_lines_of_a_text_file_are_objects_where_the_first_one_is(tmp_path: Path) -> None:
+def test_text_file_is_read_as_json_lines_if_its_first_line_is_json(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text(lines_of(ROWS))
     assert rows_of(path) == ROWS
@@ -171,7 +171,7 @@ def test_lines_of_a_text_file_are_objects_where_the_first_one_is(tmp_path: Path)
         assert rows_of(path) == [{"text": line} for line in text.splitlines()]
 
 
-def test_a_row_of_lines_in_any_file_is_named_by_its_line(prepare: Any, tmp_path: Path) -> None:
+def test_bad_rows_are_named_by_their_line_number(prepare: Any, tmp_path: Path) -> None:
     bad = {"instruction": "Say nothing.", "output": ""}
     for name in ("a.json", "a.txt"):
         write_jsonl(tmp_path / name, [*ROWS, bad])
@@ -189,7 +189,7 @@ def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare: Any, tmp_path
     assert report.places() == [(f"{tmp_path}/rows/3.json row 1", "empty instruction")]
 
 
-def test_the_shape_of_a_large_file_is_told_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_format_of_a_large_file_is_detected_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
     many = [{**ROWS[0], "output": "x" * 100_000}] * 300
     (tmp_path / "a.jsonl").write_text(json.dumps(many))
@@ -412,7 +412,7 @@ def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
         sources.find_source(name)
 
 
-def test_what_holds_no_rows_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
+def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     (tmp_path / "empty").mkdir()
     (tmp_path / "named").mkdir()
@@ -502,7 +502,7 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
     assert (report.num_tokens, report.num_targets) == (len(tokenized.input_ids), tokenized.learned.sum())
 
 
-def test_a_format_with_three_segments_is_one_row_of_the_table(
+def test_a_format_with_three_segments_needs_one_table_row(
     prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(row: Any) -> list[Segment]:
@@ -603,7 +603,7 @@ def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare: Any, tmp
 # ---- the cache ------------------------------------------------------------------------------------------
 
 
-def test_second_call_maps_the_cached_rows_without_tokenizing(
+def test_cached_rows_are_memory_mapped_without_tokenizing_again(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
@@ -667,7 +667,7 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
     assert all(np.array_equal(array, load_file(file)[name]) for name, array in arrays.items())
 
 
-def test_of_several_ranks_one_tokenizes(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_rank_tokenizes(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenize = tokenization.tokenize_batch
 
@@ -689,7 +689,7 @@ def test_of_several_ranks_one_tokenizes(prepare: Any, tmp_path: Path, monkeypatc
     assert len(list(tmp_path.glob("tokenized_by_*"))) == 1
 
 
-def test_a_killed_writer_of_the_cache_leaves_nothing_in_the_way(
+def test_killed_cache_writer_does_not_block_the_next_run(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
@@ -702,7 +702,7 @@ def test_a_killed_writer_of_the_cache_leaves_nothing_in_the_way(
     assert len(prepare(path)[0]) == len(ROWS)
 
 
-def test_a_cache_may_be_read_only(
+def test_read_only_token_cache_is_used(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -762,7 +762,7 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         assert sorted(seen) == rows.tolist()
 
 
-def test_ranks_compute_equally_much_at_the_same_time() -> None:
+def test_ranks_get_equal_work_in_each_micro_batch() -> None:
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
     rounds = split_by_length(np.arange(8), lengths, data_size=2, batch_size=2)
     assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
@@ -783,7 +783,7 @@ def test_ranks_compute_equally_much_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_packed_micro_batches_are_as_few_as_their_room_allows(data_size: int, batch_size: int) -> None:
+def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) -> None:
     context_length, room = 64, batch_size * 64
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(2, context_length + 1, size=48)
@@ -799,13 +799,13 @@ def test_packed_micro_batches_are_as_few_as_their_room_allows(data_size: int, ba
         assert len(rounds) <= -(-48 // (data_size * batch_size))
 
 
-def test_the_longest_micro_batch_is_that_of_which_most_is_computed() -> None:
+def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
     schedule, lengths = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0), np.array([4096, 3900, 100])
     for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):  # pairs that share a prompt
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
 
 
-def test_a_schedule_from_the_middle_has_the_rows_of_the_whole_one() -> None:
+def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
         schedule = Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
         rows = np.arange(num_rows) * 10

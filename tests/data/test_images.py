@@ -50,7 +50,7 @@ SHOWN: dict[str, tuple[dict[str, Any], list[dict[str, str]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_images_are_found_where_sets_have_them(name: str) -> None:
+def test_images_are_found_in_the_columns_datasets_use(name: str) -> None:
     row, first, images = SHOWN[name]
     chat = chats.read_turns({**row, FOLDER: "d"}, "messages")
     assert chat.messages[0]["content"] == first and list(chat.images) == images
@@ -118,7 +118,7 @@ def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path:
     assert "user" in written and "go on</s>" in written and data.image_sizes.tolist() == [[2, 2 * 3 * 28 * 28]]
 
 
-def test_tables_hold_images_and_instructions_may_have_one(prepare: Any, tmp_path: Path) -> None:
+def test_images_are_read_from_tables_and_instruction_rows(prepare: Any, tmp_path: Path) -> None:
     row = {"question": "who?", "answer": "go on", "image": {"bytes": png(picture(30, 20, seed=2)), "path": None}}
     data = prepare(write_parquet(tmp_path / "rows.parquet", [row] * 2)).train
     assert data.image_sizes[:, 0].tolist() == [1, 1] and len({*map(bytes, data.images)}) == 1
@@ -126,7 +126,7 @@ def test_tables_hold_images_and_instructions_may_have_one(prepare: Any, tmp_path
     assert data[1].images.tolist() == data.images[1:].tolist()
 
 
-def test_rows_are_made_again_when_an_image_is_another(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:
     rows = [{"messages": ask("<image>who?"), "images": [name]} for name in ("a.png", "cut.png")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     first = prepare(path, max_bad_rows=0.5).train

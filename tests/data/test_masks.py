@@ -90,7 +90,7 @@ def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> Non
     assert notes == ()
 
 
-def test_a_tokenizer_whose_words_begin_with_a_sign_learns_whole_turns() -> None:
+def test_turns_are_learned_whole_if_tokens_begin_with_a_sign() -> None:
     mistral = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
         "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
@@ -107,7 +107,7 @@ def test_a_tokenizer_whose_words_begin_with_a_sign_learns_whole_turns() -> None:
 
 @pytest.mark.parametrize("tags", TAGS)
 @pytest.mark.parametrize("weight", [{"weight": 0}, {"train": False}, {"loss": False}])
-def test_a_turn_of_weight_0_is_only_read(tags: str, weight: dict[str, Any]) -> None:
+def test_turns_of_weight_0_are_masked(tags: str, weight: dict[str, Any]) -> None:
     messages = turns("hi", "go on", "so", "no")
     messages[1] |= weight
     chat = template(TAGS[tags])
@@ -120,7 +120,7 @@ def test_a_turn_of_weight_0_is_only_read(tags: str, weight: dict[str, Any]) -> N
         tokens_of("byte_level", "messages", {"messages": messages}, chat=chat)
 
 
-def test_workers_fill_the_same_rows_in_the_same_order() -> None:
+def test_template_workers_render_rows_in_order() -> None:
     tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
     rows: list[dict[str, Any]] = [{"messages": turns(f"hi {i}", f"go {i}")} for i in range(250)]
     rows[77] = {"messages": [{"role": "user", "content": "so"}]}
@@ -134,7 +134,7 @@ def test_workers_fill_the_same_rows_in_the_same_order() -> None:
     assert len({str(rows) for rows in found[0]}) == 249
 
 
-def test_turns_that_a_template_rewrites_later_are_rows_of_their_own() -> None:
+def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
     rewriting = template(TAGS["without"].replace("m.content", "(m.content if loop.last else '...')"))
     rows = [
         tokens_of("byte_level", "messages", {"messages": CHAT["messages"][:length]}, "last", chat=rewriting)
@@ -161,7 +161,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("bad", HOSTILE)
-def test_a_hostile_template_costs_its_row_alone(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_fails_only_its_own_row(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
     refusal, word = HOSTILE[bad]
     only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
@@ -208,7 +208,7 @@ EXTREME = {
 
 
 @pytest.mark.parametrize("name", EXTREME)
-def test_an_extreme_chat_is_a_bad_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extreme_chats_are_rejected_as_bad_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_qlora.data.text.chat_template.SECONDS_PER_CHAT", 2)
     chat, reason = EXTREME[name]
     chat_template = ChatTemplate(
@@ -235,7 +235,7 @@ def test_prompts_are_filled_in_the_bounded_process_too() -> None:
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})
 
 
-def test_a_killed_or_stopped_process_is_replaced_and_time_outs_end_it_all(
+def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = TemplateWorker()
@@ -258,14 +258,14 @@ def test_a_killed_or_stopped_process_is_replaced_and_time_outs_end_it_all(
     worker.close()
 
 
-def test_a_template_that_writes_the_day_writes_the_same_tomorrow() -> None:
+def test_templates_that_print_the_date_render_the_same_on_resume() -> None:
     dated = "{{ strftime_now('%d %b %Y') }}" + template(begin="")
     tokens, _, _ = tokens_of("byte_level", "messages", CHAT, chat=dated)
     assert "".join(tokens).startswith("26ĠJulĠ2024[u]")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_brings_its_own_beginning_and_end_only_once(kind: str) -> None:
+def test_bos_and_eos_in_a_text_are_not_added_twice(kind: str) -> None:
     blank = [] if kind == "byte_level" else ["▁"]
     for text in ("go on", "<s>go on", "go on</s>"):
         tokens, learned, notes = tokens_of(kind, "text", {"text": text})
@@ -274,7 +274,7 @@ def test_a_text_brings_its_own_beginning_and_end_only_once(kind: str) -> None:
         assert notes == ()
 
 
-def test_a_token_across_the_boundary_is_split_and_noted() -> None:
+def test_tokens_across_prompt_and_answer_are_split_and_logged() -> None:
     row = {"prompt": "so: ", "completion": "on"}
     tokens, learned, notes = tokens_of("byte_level", "prompt_completion", row)
     assert tokens == ["<s>", "so", ":", "Ġ", "o", "n", "</s>"]
@@ -284,7 +284,7 @@ def test_a_token_across_the_boundary_is_split_and_noted() -> None:
     assert (tokens, learned, notes) == (["<s>", "so", ":", "Ġon", "</s>"], [0, 0, 0, 1, 1], ())
 
 
-def test_what_is_odd_about_a_template_is_noted() -> None:
+def test_unusual_template_behavior_is_logged() -> None:
     twice = template(begin="{{ bos_token + bos_token }}")
     assert tokens_of("byte_level", "messages", CHAT, chat=twice)[2] == (DOUBLE_BOS,)
     endless = template("[a]{{ m.content + '.' }}")
@@ -294,7 +294,7 @@ def test_what_is_odd_about_a_template_is_noted() -> None:
     assert notes == ("turns have fields that are not used: lang",)
 
 
-def test_tokens_are_taken_as_they_are() -> None:
+def test_pretokenized_rows_are_used_unchanged() -> None:
     for row, expected in (
         ({"input_ids": [5, 6, 7]}, [1, 1, 1]),
         ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [0, 1, 1]),
@@ -367,7 +367,7 @@ def test_tool_calls_of_every_form_reach_the_template_as_objects() -> None:
         assert "".join(token for token, bit in zip(tokens, learned, strict=True) if bit) == "add1</s>no</s>"
 
 
-def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
+def test_tokenizers_template_is_used_and_a_missing_one_is_named() -> None:
     tokenizer: PreTrainedTokenizerFast = spelled_tokenizer("byte_level")
     with pytest.raises(UserError, match="no chat template"):
         ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
@@ -376,7 +376,7 @@ def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
     assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]
 
 
-def test_nulls_that_a_table_adds_reach_no_template_and_those_of_a_row_do(tmp_path: Path) -> None:
+def test_nulls_added_by_arrow_are_dropped_before_the_template(tmp_path: Path) -> None:
     def row(name: str, *, schema: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]

@@ -60,7 +60,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "go 
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 
 
-def test_a_chat_that_ends_its_process_twice_is_kept_in_no_cache(
+def test_chats_that_crash_the_template_worker_are_not_cached(
     prepare: Callable[..., tuple[RunData, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(
@@ -175,7 +175,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_data_as_people_have_it(name: str, prepare: Any, tmp_path: Path) -> None:
+def test_common_dataset_layouts_are_read_or_refused_with_a_reason(name: str, prepare: Any, tmp_path: Path) -> None:
     case = CASES[name]
     path = case.write(tmp_path / case.name, case.rows)
     if case.trained:
@@ -421,7 +421,7 @@ MADE_FOR_CHATS: dict[str, tuple[str | None, dict[str, object], bool]] = {
 
 
 @pytest.mark.parametrize("name", MADE_FOR_CHATS)
-def test_instructions_are_asked_as_the_model_was_made_to_be(name: str, tmp_path: Path) -> None:
+def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: Path) -> None:
     template, stops, is_chat = MADE_FOR_CHATS[name]
     asking = spelled_tokenizer("tekken")
     asking.chat_template = template

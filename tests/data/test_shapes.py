@@ -97,7 +97,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_well_known_set_is_learned_as_it_is_meant(name: str, prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_well_known_datasets_are_rendered_as_intended(name: str, prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
     row, expected = LEARNED[name]
     data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [row]))
     assert tokenizer.decode(data.train.input_ids[data.train.learned]) == expected
@@ -117,7 +117,7 @@ def test_a_well_known_set_is_learned_as_it_is_meant(name: str, prepare: Any, tok
         (LEARNED["Huatuo"][0], "a dialogue of <user>: and <bot>: in its instruction, which is split into turns"),
     ],
 )
-def test_what_a_row_holds_besides_is_one_line(row: dict[str, Any], says: str, prepare: Any, tmp_path: Path) -> None:
+def test_unused_columns_are_logged_once(row: dict[str, Any], says: str, prepare: Any, tmp_path: Path) -> None:
     for given in ({}, {"prompt_template": "chat"}):
         _, log = prepare(write_jsonl(tmp_path / "a.jsonl", [row, row]), **given)
         assert log.count(says) == 1 and "a.jsonl:1, 2" in log
@@ -179,7 +179,7 @@ OFFERED = re.compile(r"(?:--(?:columns(?: (?:\w+=[\w.]+|'[^']+'))+|(?!columns|pr
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str, prepare: Any, tmp_path: Path) -> None:
+def test_ambiguous_datasets_are_refused_with_a_remedy(name: str, prepare: Any, tmp_path: Path) -> None:
     rows, says, commands = REFUSED[name]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(Exception, match=r"a\.jsonl") as error:
@@ -192,12 +192,12 @@ def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str,
         assert len(prepare(*options.pop("dataset"), **options)[0].train) >= len(rows) / 2
 
 
-def test_a_page_on_markup_among_others_is_a_text(prepare: Any, tmp_path: Path) -> None:
+def test_text_that_mentions_chat_markup_is_still_text(prepare: Any, tmp_path: Path) -> None:
     rows = [{"text": "go on"}] * 11 + [{"text": "Write [INST] go [/INST]."}]
     assert len(prepare(write_jsonl(tmp_path / "a.jsonl", rows))[0].train) == 12
 
 
-def test_a_column_of_a_table_that_is_watched_is_read(prepare: Any, tmp_path: Path) -> None:
+def test_label_and_image_columns_of_tables_are_checked(prepare: Any, tmp_path: Path) -> None:
     from tests.data.test_data import write_parquet
 
     for more, says in (({"label": False}, "its label is false"), ({"images": [{"bytes": b"x"}]}, "images: only text")):
@@ -209,7 +209,7 @@ def test_a_column_of_a_table_that_is_watched_is_read(prepare: Any, tmp_path: Pat
         prepare(path)
 
 
-def test_functions_reach_the_template_as_tools(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_function_columns_are_passed_to_the_template_as_tools(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "tools.jinja").write_text(
         "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"

@@ -55,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return rows
 
 
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stream: Callable[..., RunData]) -> None:
+def test_each_streamed_epoch_has_every_row_once_in_its_own_order(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.rows_per_epoch == 57 and data.stream is not None
     steps = [each.table for each in data.stream.steps(schedule(data))]
@@ -68,7 +68,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stre
     assert texts == sorted(tuple(kept.input_ids[a:b]) for a, b in spans(kept))
 
 
-def test_three_ranks_have_every_row_of_a_step_once(folder: Path, stream: Callable[..., RunData]) -> None:
+def test_three_ranks_split_the_rows_of_a_streamed_step(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.stream is not None
     of_ranks = schedule(data, data_size=3)
@@ -83,7 +83,7 @@ def spans(rows: Any) -> list[tuple[int, int]]:
     return list(zip(rows.offsets[:-1], rows.offsets[1:], strict=True))
 
 
-def test_from_every_place_it_goes_on_as_without_a_break(folder: Path, stream: Callable[..., RunData]) -> None:
+def test_stream_resumes_at_every_position_without_a_difference(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.stream is not None
     steps = [(each.step, each.table.digest, each.position) for each in data.stream.steps(schedule(data))]
@@ -95,7 +95,7 @@ def test_from_every_place_it_goes_on_as_without_a_break(folder: Path, stream: Ca
         assert [(each.step, each.table.digest, each.position) for each in left] == steps[first:]
 
 
-def test_rows_that_cannot_be_used_are_counted_as_they_come(
+def test_unusable_rows_of_a_stream_are_counted(
     tmp_path: Path, stream: Callable[..., RunData], lines: list[str]
 ) -> None:
     bad = [{**row, "output": ""} if 30 <= i < 33 else row for i, row in enumerate(ROWS)]
@@ -110,7 +110,7 @@ def test_rows_that_cannot_be_used_are_counted_as_they_come(
         list(data.stream.steps(schedule(data)))
 
 
-def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callable[..., RunData]) -> None:
+def test_options_a_stream_does_not_support_are_refused(tmp_path: Path, stream: Callable[..., RunData]) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     for dataset, words in {
         f"{rows}[:10]": "reads all of", "dummy": "takes files, folders", "no/such.jsonl": "no such file or folder",
@@ -148,7 +148,7 @@ def test_a_dataset_of_the_hub_is_streamed_file_by_file(
     assert last.table.digest == steps[4].table.digest
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:
+def test_streaming_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:
     large = [{**row, "note": "x" * 50_000} for row in ROWS]
     with (tmp_path / "rows.jsonl").open("w") as file:
         for _ in range(20):  # 57 MB

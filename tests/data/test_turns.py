@@ -141,7 +141,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
 
 
 @pytest.mark.parametrize(("name", "chat"), CASES)
-def test_what_is_learned_is_exact_whatever_a_template_s_habits(name: str, chat: str) -> None:
+def test_learned_tokens_are_exact_for_every_template_style(name: str, chat: str) -> None:
     messages, expected, notes = CASES[name, chat]
     assert learned(name, messages) == (expected, notes)
 
@@ -151,7 +151,7 @@ def test_only_the_last_turn_is_learned_where_that_is_asked_for() -> None:
     assert learned("keeps reasoning in the last turn alone", [*THOUGHT, THOUGHT[0]], "last") == ([IN_ROWS[1]], [APART])
 
 
-def test_what_a_template_leaves_out_is_named() -> None:
+def test_fields_a_template_ignores_are_named() -> None:
     system = {"role": "system", "content": "be kind"}
     tools = [{"name": "add"}]
     TEMPLATES["drops"] = template(user="{% if m.role == 'user' %}{{ m.content }}{% endif %}")

@@ -61,7 +61,7 @@ class _Alone:
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), LostRank, "was lost"),
     ],
 )
-def test_only_a_closed_connection_is_a_lost_rank(error: Exception, failure: type[Exception], words: str) -> None:
+def test_only_closed_connections_count_as_a_lost_rank(error: Exception, failure: type[Exception], words: str) -> None:
     with pytest.raises(failure, match=words), reporting_failures(_Alone(), memory_settings=""):  # type: ignore[arg-type]
         raise error
 

@@ -335,7 +335,7 @@ def test_a_planned_stop_is_no_error(monkeypatch, capsys):
     ("status", "raised"),
     [(2, UserError), (1, TrainingError), (137, TrainingError), (75, RunStopped), (130, KeyboardInterrupt)],
 )
-def test_from_python_the_workers_end_is_raised_with_its_reason(status, raised, monkeypatch):
+def test_python_api_raises_the_workers_failure_with_its_reason(status, raised, monkeypatch):
     seen = {}
 
     def run_in_workers(config, argv):
@@ -387,7 +387,7 @@ def train_rows(rows, dies, options):
 
 
 @pytest.mark.slow
-def test_ranks_of_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch):
+def test_runs_on_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     rows = make_rows(16)
     options = {"model_name": models(), "max_steps": 4, "batch_size": 2, "save_steps": 1, "quant_cache": "off"}

@@ -174,7 +174,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_rank_gets_each_row_of_its_tokens_once() -> None:
+def test_each_rank_fetches_each_embedding_row_once() -> None:
     tokens = [torch.tensor([5, 0, 5, 319, 107]), torch.tensor([106, 106]), torch.tensor([214, 320 - 106])]
     weight = torch.randn(WORDS, 4)
     starts = [0, 107, 214]

@@ -117,7 +117,7 @@ def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", GatedMlp), ("phi3", Mlp), ("starcoder2", Mlp)])
-def test_mlps_of_every_form_are_found_and_keep_their_names(
+def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
     model_type: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -157,7 +157,7 @@ def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
     assert count_pieces(78475, hidden=2048, inner=768) == 1
 
 
-def test_a_block_that_keeps_its_activations_computes_all_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_keep_activations_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
     block, calls = Block(), Counter[str]()
     assert isinstance(block.mlp.down, LoraLinear)

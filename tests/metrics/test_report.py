@@ -65,7 +65,7 @@ class Tags(HTMLParser):
             self.scripts.append(data)
 
 
-def test_what_a_run_has_left_stays_text_and_the_page_loads_nothing(tmp_path: Path) -> None:
+def test_report_escapes_run_content_and_loads_nothing(tmp_path: Path) -> None:
     names = ["one", "two<script>alert(2)<"]
     runs = [read_run(make_run(tmp_path / name, text=EVIL)) for name in names]
     plain = Tags(make_page([read_run(make_run(tmp_path / name)) for name in ("three", "four")]))
@@ -144,7 +144,7 @@ def facts_of(page: Path) -> dict:
     return json.loads(Tags(page.read_text()).scripts[0])["runs"][0]
 
 
-def test_each_end_of_a_run_leaves_a_report_with_its_data_and_times(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_path: Path) -> None:
     rows, output = write_rows(tmp_path / "rows.jsonl", make_rows(24)), tmp_path / "output"
     options = {
         "model_name": models(), "dataset": rows, "batch_size": 4, "eval_fraction": 0.25, "eval_steps": 2,
@@ -170,7 +170,7 @@ def test_each_end_of_a_run_leaves_a_report_with_its_data_and_times(models: Calla
     assert "torch" in run["facts"]["environment"]["versions"]
 
 
-def test_a_browser_draws_it_without_errors(tmp_path: Path) -> None:
+def test_report_renders_in_a_browser_without_errors(tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not installed")

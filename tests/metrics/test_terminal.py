@@ -102,7 +102,7 @@ OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
 )
-def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
+def test_failure_reason_is_the_last_text_below_the_progress_bar(
     case: str, models: Callable[..., Path], tmp_path: Path
 ) -> None:
     launcher, ranks, width, fails, show = CASES[case]
@@ -135,7 +135,7 @@ def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
         assert 1 <= len(said) <= ranks, text
 
 
-def test_a_start_is_eight_lines_of_a_hundred_columns(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_startup_output_is_eight_lines_of_100_columns(models: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / ("a_long_name_" * 12)
     shutil.copytree(models(), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(
@@ -152,7 +152,7 @@ def test_a_start_is_eight_lines_of_a_hundred_columns(models: Callable[..., Path]
     assert "the chat template" in start[2] and start[6].endswith("_/out")
 
 
-def test_a_line_keeps_both_ends_and_as_much_of_a_path_as_there_is_room_for() -> None:
+def test_long_lines_are_shortened_in_the_middle() -> None:
     assert fit("Output: ", "runs/1") == "Output: runs/1"
     assert fit("Output: ", "a" * 95 + "/run") == "Output: ..." + "a" * 85 + "/run"
     assert fit("a" * 60 + "b" * 60) == "a" * 45 + " ... " + "b" * 50

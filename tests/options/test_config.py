@@ -254,7 +254,7 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
         *(":sftp,host=box,user=me,pass=PaSs:run", "me:PaSs@box:run", "box:/data/run", "gs:", ":local:/data"),
     ],
 )
-def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp_path, monkeypatch):
+def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in ("mirror", "output_dir", "resume", "quant_cache"):
         if (option, place[:5]) == ("mirror", "s3://"):

@@ -130,7 +130,7 @@ datasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_known_is_taken_and_the_rest_is_a_comment(case: str, tmp_path: Path) -> None:
+def test_convert_maps_known_settings_and_comments_out_the_rest(case: str, tmp_path: Path) -> None:
     text, taken, left = CASES[case]
     (tmp_path / "theirs.yaml").write_text(text)
     made = convert(tmp_path / "theirs.yaml")
@@ -140,7 +140,9 @@ def test_what_is_known_is_taken_and_the_rest_is_a_comment(case: str, tmp_path: P
     parse_train_config(["--config", str(tmp_path / "ours.yaml")])
 
 
-def test_conflicts_and_files_that_are_no_configs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_reports_conflicts_and_files_that_are_no_configs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "theirs.yaml"
     for text, said in (
         ("base_model: a/b\neval_steps: 5\n", "--eval_steps needs rows"),
@@ -171,7 +173,7 @@ tokenizer_type: AutoTokenizer
 """
 
 
-def test_a_comment_sets_no_option_and_shows_no_secret(tmp_path: Path) -> None:
+def test_convert_comments_set_no_option_and_hide_secrets(tmp_path: Path) -> None:
     (tmp_path / "theirs\nseed: 1.yaml").write_text(STRANGERS)
     made = convert(tmp_path / "theirs\nseed: 1.yaml")
     given = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
@@ -195,18 +197,18 @@ LAUGHS = "a: &a [x, x]\n" + "".join(f"{name}: &{name} [{', '.join([f'*{last}'] *
         ("a: 1\n" * 2**18, "1,048,576 bytes"),
     ],
 )
-def test_a_file_that_would_take_long_or_has_no_values_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_convert_refuses_huge_and_empty_files(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     with pytest.raises(UserError, match=said):
         convert(tmp_path / "theirs.yaml")
 
 
-def test_numbers_too_long_to_print_are_no_numbers(tmp_path: Path) -> None:
+def test_convert_rejects_numbers_too_long_to_print(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(f"lr: {'9' * 6000}\nseed: 0x{'f' * 6000}\nstage: sft\nlora_rank: '8'\n")
     assert yaml.safe_load(convert(tmp_path / "theirs.yaml"))["lora_alpha"] == 16
 
 
-def test_a_pipe_of_the_shell_is_read_and_a_named_one_is_not(tmp_path: Path) -> None:
+def test_convert_reads_shell_pipes_and_refuses_named_pipes(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"lora_r: 8\n")
     os.close(writer)

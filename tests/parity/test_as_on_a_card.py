@@ -38,7 +38,7 @@ def _copy_patterns() -> int:
     return int(not torch.equal(as_bytes.view(torch.int16), patterns))
 
 
-def test_a_card_changes_nans_of_16_bits_and_no_bytes(tmp_path: Path) -> None:
+def test_gpu_stand_in_changes_16_bit_nans_and_no_bytes(tmp_path: Path) -> None:
     statuses, output = on_ranks(1, _copy_patterns, (), tmp_path)
     assert statuses == [0], output
 
@@ -66,7 +66,7 @@ def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], por
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
-def test_a_sharded_run_is_the_same_on_a_card(case: str, models: Models, tmp_path: Path) -> None:
+def test_sharded_run_is_unchanged_by_gpu_nan_handling(case: str, models: Models, tmp_path: Path) -> None:
     model, options = models("llama"), CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
         expand_model(str(model), tmp_path / "expanded", expansion_rate=0.5)

@@ -42,7 +42,7 @@ class Watched(nn.Linear):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_layers_that_others_read_are_those_that_a_pass_reads(family: str) -> None:
+def test_layers_whose_weights_others_read_are_detected(family: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()

@@ -55,7 +55,7 @@ def test_copies_have_their_bytes_and_whether_the_host_memory_is_pinned(one_rank)
     ]
 
 
-def test_results_of_kernels_are_0_and_not_the_hosts_earlier_bytes(one_rank):
+def test_kernel_results_are_zero_on_the_stand_in(one_rank):
     assert one_rank["found"] == 0
 
 
@@ -75,7 +75,7 @@ def test_collectives_have_their_bytes_and_their_group(two_ranks):
         assert groups[0] == groups[1] != groups[2]
 
 
-def test_what_ranks_tell_each_other_in_small_messages_arrives(two_ranks):
+def test_small_messages_between_ranks_arrive(two_ranks):
     for rank in two_ranks:
         assert rank["gathered"] == [1, 10, 2, 20]
         assert rank["summed"] == [3, 30]

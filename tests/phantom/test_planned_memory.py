@@ -15,7 +15,7 @@ NIGHTLY = ["8b", "8b_1x512", "8b_padding_free", "8b_lora", "7b"]
 
 
 @pytest.mark.quick
-def test_the_judges_table_is_its_files_and_near_the_plan():
+def test_stand_in_memory_table_matches_its_file_and_the_plan():
     assert len(CASES) >= 40 and "\n".join(table(CASES)) in (ROOT / "docs/gpu.md").read_text()
     errors = [abs(row["planned"]["reserved"] / row["reserved"] - 1) for row in CASES.values()]
     assert sum(errors) / len(errors) < 0.015 and max(errors) < 0.04
@@ -31,7 +31,7 @@ def planned():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*AGAIN, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
-def test_a_row_of_the_judges_table_is_measured_as_before_and_planned_so(name, planned, tmp_path):
+def test_stand_in_memory_is_as_recorded_and_as_planned(name, planned, tmp_path):
     [rank] = run([standin_memory.__file__, "--inside", name], tmp_path, settings=SETTINGS)
     assert rank.status == 0, rank.output[-3000:]
     measured = json.loads(next(line for line in rank.output.splitlines() if line.startswith("{")))[name]

@@ -118,7 +118,7 @@ def numbers(step):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in STEPS]
 )
-def test_a_step_asks_for_what_the_table_says(name, step):
+def test_cuda_calls_of_a_step_match_the_table(name, step):
     counts = step(STEPS[name])
     assert numbers(counts) == STEPS[name].numbers
     assert counts["mallocs"] == counts["pinned_allocations"] == 0

@@ -76,7 +76,7 @@ def _candidates(
         (("auto", 5), 1, [Placement("full_shard", Offload(5))]),
     ],
 )
-def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected: list[Placement]) -> None:
+def test_placement_auto_leaves_unset_options_open(given: Any, ranks: int, expected: list[Placement]) -> None:
     strategy, offload = given
     found = _candidates(strategy, offload, ranks)
     assert found == expected
@@ -90,7 +90,7 @@ def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected
     assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == first
 
 
-def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
+def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
     needs = {DDP: 13 * GIB, SHARDED: 10 * GIB, OFFLOADED: 4 * GIB}
     assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [DDP, SHARDED, OFFLOADED, OFFLOADED]
     line = describe_choice(needs, 23 * GIB)
@@ -126,7 +126,7 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     assert describe_reduction(needs, 1 * GIB) is None and describe_choice(needs, 1 * GIB)
 
 
-def test_all_ranks_decide_by_the_rank_that_has_least() -> None:
+def test_all_ranks_choose_the_placement_of_the_smallest_gpu() -> None:
     store = dist.HashStore()
     ranks = [Ranks(rank, rank, 3, 3, torch.device("cpu")) for rank in range(3)]
     for rank, free in zip(ranks[1:], (30, 20), strict=True):
@@ -195,7 +195,7 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
     assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
 
 
-def test_what_a_step_holds_follows_from_its_placement() -> None:
+def test_planned_memory_of_a_step_follows_its_placement() -> None:
     step = Step(
         precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
         recomputing=36,
@@ -225,7 +225,7 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
 
 
-def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
+def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
     step = Step(
         precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
         recomputing=36,
@@ -255,7 +255,7 @@ def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
     assert "gathered blocks" not in from_host.phases["backward"]
 
 
-def test_the_parts_for_images_are_planned_as_they_are_at_work() -> None:
+def test_vision_tower_is_planned_as_it_runs() -> None:
     vision = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2, "num_attention_heads": 16}
     config = Gemma3Config(vision_config=vision | {"image_size": 448, "patch_size": 14}, text_config=SIZES)
     with torch.device("meta"):

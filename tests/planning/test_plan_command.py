@@ -42,7 +42,7 @@ pytestmark = pytest.mark.quick
         ("A100 80GB", "A100 80GB"),
     ],
 )
-def test_a_gpu_is_found_as_people_write_it(written: str, name: str) -> None:
+def test_gpu_names_are_matched_in_common_spellings(written: str, name: str) -> None:
     assert find_gpu(written) is GPUS[name]
 
 
@@ -203,7 +203,7 @@ def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
-def test_a_step_takes_no_less_than_the_host_needs_to_launch_its_blocks() -> None:
+def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
     gpu, short = GPUS["A100 80GB"], MicroBatchSize(64, 64**2, 64)
     size = published_runs.size_of({"model": "qwen-1.8b", "train_type": "lora"})
     times = [
@@ -271,7 +271,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
         planner.planned(context_parallel_size=4)
 
 
-def test_auto_takes_more_rows_where_a_step_has_none_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFixture[str]) -> None:
     def found(**options: Any) -> tuple[float, int]:
         [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)
         chosen = dict(itertools.pairwise(first["command"].split()))
@@ -294,7 +294,7 @@ def test_auto_takes_more_rows_where_a_step_has_none_asked_for(capsys: pytest.Cap
     assert "1 x 1 rows per step" in said and "1 x 2 rows per step" not in said
 
 
-def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Path) -> None:
+def test_run_with_auto_uses_the_plans_first_settings_and_keeps_them(tmp_path: Path) -> None:
     config = TrainConfig(
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
     )
@@ -314,7 +314,7 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_settings_that_auto_finds_are_planned_alike_without_it(
+def test_settings_chosen_by_auto_have_the_same_plan_without_auto(
     objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"model_name": "qwen3-0.6b", "batch_size": 2, "context_length": 2048, "objective": objective}
@@ -324,7 +324,7 @@ def test_settings_that_auto_finds_are_planned_alike_without_it(
         assert planned | {"command": found["command"]} == found
 
 
-def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
+def test_compare_sorts_gpus_by_price_and_marks_what_does_not_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     prices = tmp_path / "prices.yaml"
@@ -348,7 +348,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
     assert by_time[0]["cost_usd"] == pytest.approx(30 * by_time[0]["hours"], rel=1e-3)
 
 
-def test_the_prices_that_come_along_are_examples() -> None:
+def test_shipped_gpu_prices_are_marked_as_examples() -> None:
     date, requests = read_offers(EXAMPLE)
     assert "examples" in date and {each.where for each in requests} == {"example"} and len(requests) > 5
 
@@ -381,7 +381,7 @@ def test_the_prices_that_come_along_are_examples() -> None:
         (["--compare", "{empty}/../none.yaml"], "it has no offers"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(
+def test_plan_refuses_bad_input_in_one_sentence(
     argv: list[str],
     said: str,
     capsys: pytest.CaptureFixture[str],

@@ -54,7 +54,7 @@ FORMULAS: list[tuple[str, dict[str, Any], float]] = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "options", "expected"), FORMULAS)
-def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], expected: float) -> None:
+def test_pair_losses_match_their_formulas(name: str, options: dict[str, Any], expected: float) -> None:
     row, settings = OBJECTIVES[name], LossSettings(**options)
     without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
     chosen, rejected = answers(*((CHOSEN, REJECTED) if row.has_reference else without))
@@ -65,7 +65,7 @@ def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], e
 
 @pytest.mark.quick
 @pytest.mark.parametrize("desired", [0.0, 1.0])
-def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> None:
+def test_kto_loss_matches_its_formula(desired: float) -> None:
     objective = make_objective("kto", LossSettings(desirable_weight=2.0))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
@@ -89,7 +89,7 @@ SPLITS = [(case, 1) for case in CASES] + [
 
 
 @pytest.mark.parametrize(("case", "ranks"), SPLITS)
-def test_ten_steps_are_those_of_trl(case: str, ranks: int, models: Models, tmp_path: Path) -> None:
+def test_ten_preference_steps_match_trl(case: str, ranks: int, models: Models, tmp_path: Path) -> None:
     model_type, options = CASES[case]
     run = options_of_a_run(models(model_type), tmp_path, make_labeled() if case == "kto" else make_pairs())
     size = 2 if ranks == 4 else 4  # two micro-batches on one rank, one of them on each of two, a half on each of four

@@ -42,7 +42,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_five_steps_are_those_of_trl(ranks: int, starts: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+def test_five_grpo_steps_match_trl(ranks: int, starts: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     runs = []
     for number, (case, (family, options)) in enumerate(CASES.items()):
         # Two micro-batches on one rank, one or two on each of two.
@@ -144,7 +144,7 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
     return steps
 
 
-def test_all_options_together_are_their_formulas_in_float64(
+def test_all_policy_options_together_match_float64_formulas(
     starts: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     run = run_on(*starts["llama"], tmp_path / "out", **ALL)

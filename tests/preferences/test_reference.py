@@ -202,7 +202,7 @@ def test_an_adapter_of_preferences_answers_and_is_merged(models: Models, tmp_pat
     assert texts[1].strip() in generate(1, tmp_path / "asked", adapter=tmp_path / "out", prompt=prompt)
 
 
-def test_the_reference_takes_no_graph_and_one_blocks_hidden_states() -> None:
+def test_reference_pass_keeps_no_graph() -> None:
     from fsdp_qlora.sharding.recompute import ReferencePass, recomputed_blocks, wrap_blocks
 
     class Model(torch.nn.Module):

@@ -102,7 +102,7 @@ def test_both_answers_are_learned_after_their_common_prompt(
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_a_pair_that_tells_nothing_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_uninformative_pairs_are_refused_with_the_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     good = next(pair for pair, _ in ROWS if pair.keys() >= row.keys())
     with pytest.raises(UserError, match=rf"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: .*{reason}"):
         prepared([good, row], tmp_path)
@@ -183,7 +183,7 @@ def test_no_name_of_a_micro_batch_means_two_things() -> None:
 
 
 @pytest.mark.quick
-def test_a_shared_beginning_is_planned_once_where_attention_can() -> None:
+def test_shared_prompts_are_planned_once_if_attention_allows() -> None:
     generator = np.random.default_rng(0)
     splits, others = generator.integers(2, 9, size=(2, 5000))
     offsets = np.cumsum([0, *(splits + others)])
@@ -218,7 +218,7 @@ LABELED: list[dict[str, Any]] = [
 
 
 @pytest.mark.quick
-def test_an_answer_with_a_label_has_another_rows_answer_beside_it(tmp_path: Path) -> None:
+def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     (rows, _), tokenizer = prepared(LABELED, tmp_path, objective="kto"), spelled_tokenizer("byte_level")
     assert rows.desired.tolist() == [True, False, True, False]
     texts = [
@@ -290,7 +290,7 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_a_sample_shows_both_sides(tmp_path: Path) -> None:
+def test_samples_show_chosen_and_rejected(tmp_path: Path) -> None:
     rows, _ = prepared([ROWS[0][0]], tmp_path)
     text = describe_sample(rows, 0, spelled_tokenizer("byte_level"))
     assert text.count("Sample: row 1, ") == 2 and "row 1, rejected, " in text

@@ -45,7 +45,7 @@ def texts(data: PromptData, folder: Path) -> list[str]:
     return [tokenizer.decode(prompt.ids) for prompt in data.prompts]
 
 
-def test_text_stays_and_questions_and_messages_are_filled_in(tmp_path: Path) -> None:
+def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> None:
     rows = [
         {"prompt": "sort:"},
         {"prompt": ASKED, "answer": "1"},
@@ -64,7 +64,7 @@ def test_text_stays_and_questions_and_messages_are_filled_in(tmp_path: Path) -> 
     assert filled == ["<user>sort?<assistant>"]
 
 
-def test_functions_get_all_columns_under_the_names_given(tmp_path: Path) -> None:
+def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
     rows = [{"task": "sort", "prompt_id": 7, "answer": [1, 2], "completion": "old", "other": "x"}]
     data = read(tmp_path, rows, columns=("prompt=task", "ignore=other"))
     assert data.prompts[0].columns == {"prompt_id": 7, "answer": [1, 2]}
@@ -72,7 +72,7 @@ def test_functions_get_all_columns_under_the_names_given(tmp_path: Path) -> None
         read(tmp_path, rows, columns=("prompt=missing",))
 
 
-def test_the_table_has_the_longest_row_that_an_answer_can_make(tmp_path: Path) -> None:
+def test_planned_rows_have_the_longest_possible_completion(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
     for row, prompt in enumerate(data.prompts):
         table = data.train[row]
@@ -81,7 +81,7 @@ def test_the_table_has_the_longest_row_that_an_answer_can_make(tmp_path: Path) -
     assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
 
 
-def test_a_tokenizer_without_a_dot_has_room_for_answers_too(tmp_path: Path) -> None:
+def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
     letters = Tokenizer(BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
@@ -104,7 +104,7 @@ def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[
         read(tmp_path, rows, dataset=("dummy",))
 
 
-def test_a_changed_column_makes_another_run(tmp_path: Path) -> None:
+def test_changed_prompt_columns_are_another_run(tmp_path: Path) -> None:
     before, after = (read(tmp_path, [{"prompt": "sort", "answer": answer}]) for answer in ("1", "2"))
     again = read(tmp_path, [{"prompt": "sort", "answer": "1"}])
     assert before.identity == again.identity != after.identity

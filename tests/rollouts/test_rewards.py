@@ -27,7 +27,7 @@ def values_of(word: str, completions: list[Any] = SAID, **columns: Any) -> list[
     return values
 
 
-def test_ready_functions_score_text_and_messages() -> None:
+def test_builtin_rewards_score_text_and_messages() -> None:
     assert values_of("exact_match", answer=["42"] * 5) == [1, 1, 0, 0, 0]
     assert values_of("number", answer=["40 + 2\n#### 42"] * 5) == [1, 1, 0, 0, 1]
     assert values_of("number", solution=["1042.5"] * 4 + [None]) == [0, 0, 1, 0, None]
@@ -54,7 +54,7 @@ def test_ready_functions_score_text_and_messages() -> None:
         ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
     ],
 )
-def test_what_is_no_reward_function_is_named_before_all(tmp_path: Path, text: str, word: str, said: str) -> None:
+def test_invalid_reward_functions_are_named_before_training(tmp_path: Path, text: str, word: str, said: str) -> None:
     path = tmp_path / "own.py"
     if text is not None:
         path.write_text(text)
@@ -62,7 +62,7 @@ def test_what_is_no_reward_function_is_named_before_all(tmp_path: Path, text: st
         load_rewards(word.format(path=path).split(","))
 
 
-def test_a_file_is_run_once_and_weights_follow_its_functions(tmp_path: Path) -> None:
+def test_a_reward_file_is_imported_once_and_weights_match(tmp_path: Path) -> None:
     path, log = tmp_path / "own.py", tmp_path / "log"
     path.write_text(f"open({str(log)!r}, 'a').write('x')\ndef a(**k): ...\ndef b(**k): ...\n")
     found = load_rewards([f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"])
@@ -80,7 +80,7 @@ def divide(completions: list[str], answer: list[int], **_: Any) -> list[float]:
     return [1 / each for each in answer]
 
 
-def test_a_function_that_fails_is_named_with_its_row(lines: list[str]) -> None:
+def test_failing_reward_functions_are_named_with_their_row(lines: list[str]) -> None:
     with pytest.raises(RolloutError, match="mine failed at row 7 of the dataset: ZeroDivisionError"):
         scored(divide)
     assert scored(divide, zero=True) == [1, 0, 0.5] and "1 answers count as 0" in lines[-1]
@@ -96,7 +96,7 @@ def test_a_function_that_fails_is_named_with_its_row(lines: list[str]) -> None:
     assert scored(lambda completions, **_: [None] * len(completions)) == [None] * 3
 
 
-def test_a_functions_own_time_limit_is_not_that_of_the_run() -> None:
+def test_timeout_raised_by_a_reward_function_is_its_own_error() -> None:
     def ask(**_: Any) -> list[float]:
         raise TimeoutError("the judge does not answer")
 
@@ -104,7 +104,7 @@ def test_a_functions_own_time_limit_is_not_that_of_the_run() -> None:
         scored(ask)
 
 
-def test_a_function_that_changes_what_it_gets_changes_its_own_copy() -> None:
+def test_reward_functions_get_their_own_copy() -> None:
     def spoil(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         completions.reverse()
         return [float(ids.pop()) for ids in completion_ids]
@@ -115,7 +115,7 @@ def test_a_function_that_changes_what_it_gets_changes_its_own_copy() -> None:
     assert batch == {"prompts": ["?"], "completions": ["a", "b"], "completion_ids": [[1, 2], [3]]}
 
 
-def test_a_function_that_fails_for_all_together_is_said(lines: list[str]) -> None:
+def test_rewards_that_only_work_one_by_one_are_logged(lines: list[str]) -> None:
     def one_by_one(completions: list[str], **_: Any) -> list[float]:
         [said] = completions
         return [float(said == "b")]
@@ -150,7 +150,7 @@ def test_metrics_of_answers_have_trls_names_and_values() -> None:
     assert found["completions/clipped_ratio"] == 0.5 and found["frac_reward_zero_std"] == 0
 
 
-def test_a_cut_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
+def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path)
     assert file.truncate(3) == []
     for step in (1, 3, 5):
@@ -165,7 +165,7 @@ def test_a_cut_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
     assert file.truncate(0) == [] and not path.read_bytes()
 
 
-def test_a_number_that_is_none_is_written_for_the_step_to_refuse(tmp_path: Path) -> None:
+def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path)
     file.append([{"step": 1, "old_logps": [math.nan, -math.inf]}])
     [answer] = file.truncate(1)

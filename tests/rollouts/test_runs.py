@@ -169,7 +169,7 @@ def make_letters(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_tiny_model_learns_to_answer_with_as_many_letters(tmp_path: Path) -> None:
+def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
     options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
     options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}
     options |= {"num_epochs": 64, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}

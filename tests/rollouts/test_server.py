@@ -141,7 +141,7 @@ def forgets(server: LoraServer) -> Any:
         (forgets, "it had lost the adapter"),
     ],
 )
-def test_what_may_pass_is_waited_for_and_changes_no_answer(
+def test_transient_server_errors_are_retried_without_other_completions(
     engine: ServerEngine, server: LoraServer, lines: list[str], fault: Any, said: str
 ) -> None:
     engine.with_logps = False
@@ -188,7 +188,7 @@ def answer(**changes: Any) -> Any:
         (lambda path, body: (0, None) if "prompt" in body else None, "was waited for, 0.3 s"),
     ],
 )
-def test_a_server_of_no_use_ends_the_run_in_a_sentence(
+def test_unusable_rollout_server_ends_the_run_in_one_sentence(
     engine: ServerEngine, server: LoraServer, fault: Any, said: str
 ) -> None:
     server.faults.append(fault)
@@ -198,7 +198,7 @@ def test_a_server_of_no_use_ends_the_run_in_a_sentence(
 
 
 @pytest.mark.quick
-def test_a_run_stops_while_it_waits_and_beats_until_then(engine: ServerEngine, server: LoraServer) -> None:
+def test_run_waiting_for_a_server_can_be_stopped(engine: ServerEngine, server: LoraServer) -> None:
     def stop(path: str, body: dict[str, Any]) -> None:
         if "prompt" in body:
             engine.control.signals.requested = 4

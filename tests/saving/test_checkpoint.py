@@ -63,7 +63,7 @@ def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Pat
     assert not (tmp_path / "a").exists()
 
 
-def test_a_machine_that_does_not_see_the_folder_is_refused(tmp_path: Path) -> None:
+def test_nodes_that_do_not_share_the_output_folder_are_refused(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "first", Ranks(0, 0, 1, 1, torch.device("cpu")), StartRequest({}))
     second = RunFolder(tmp_path / "second", Ranks(1, 0, 1, 1, torch.device("cpu")), StartRequest({}))
     first.prepare({}, {"run_id": "abc"}, keep_run=False, all_write=True)

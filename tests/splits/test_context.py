@@ -51,7 +51,7 @@ def numbers(output: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("case", all_slow_but("sft", CASES))
-def test_numbers_do_not_depend_on_ranks_that_share_rows(case: str, models: Models, tmp_path: Path) -> None:
+def test_numbers_do_not_depend_on_context_parallelism(case: str, models: Models, tmp_path: Path) -> None:
     more = [(4, 4), (4, 2)] if case == "dpo" else []  # ranks, and how many of them share rows
     found = []
     for ranks, size in [(1, 1), (2, 2), *more]:
@@ -64,7 +64,7 @@ def test_numbers_do_not_depend_on_ranks_that_share_rows(case: str, models: Model
 
 
 @pytest.mark.slow
-def test_a_run_continues_with_other_ranks_that_share_rows(models: Models, tmp_path: Path) -> None:
+def test_run_resumes_with_another_context_parallel_size(models: Models, tmp_path: Path) -> None:
     run = run_of("sft", models, tmp_path, 1, save_steps=3, save_total_limit=9, eval_fraction=0.2, eval_steps=4)
     folders = [tmp_path / name for name in ("whole", "alone", "shared")]
     starts = ["off", folders[0] / "checkpoints/step_000003", folders[1] / "checkpoints/step_000006"]
@@ -117,7 +117,7 @@ def predictions(batch: MicroBatch) -> list[tuple[int, int]]:
         ("lfm2", 2, {"context_parallel_size": 2}, "Lfm2ShortConv mixes tokens without attention"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_by_name(
+def test_unsupported_context_parallel_models_are_refused(
     family: str, ranks: int, changed: dict[str, Any], reason: str, models: Models, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
