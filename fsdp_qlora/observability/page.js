@@ -303,7 +303,7 @@ function environment() {
     Object.entries(values || {}).map(([name, value]) => [heading === "versions" ? name : `${heading}: ${name}`, value])));
   const { rows, head } = comparison(flat, () => true);
   if (!rows.length) return null;
-  return el("details", { class: "card" }, el("summary", {}, "versions, machine, GPUs, variables"), table(head, rows.map((row) => row.row())));
+  return el("details", { class: "card" }, el("summary", {}, "versions, machine, variables"), table(head, rows.map((row) => row.row())));
 }
 function controls() {
   const chips = RUNS.length > 1 ? RUNS.map((run) => {

@@ -5,8 +5,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
-import sys
 
 import psutil
 
@@ -25,12 +23,15 @@ _VARIABLES = re.compile(
     re.IGNORECASE,
 )
 
-Facts = dict[str, dict[str, str]]
 
+def describe_environment() -> dict[str, dict[str, str]]:
+    """Heading -> name -> text, for a run's facts."""
+    import torch
 
-def describe_environment() -> Facts:
-    """Heading -> name -> text. Imports torch; a value that cannot be determined is replaced by the reason."""
-    return {"versions": versions(), "machine": machine(), "GPUs": gpus(), "variables": variables()}
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory = format_bytes(psutil.virtual_memory().total)
+    machine = {"system": platform.platform(), "processor": f"{os.cpu_count()} cores", "memory": memory}
+    return {"versions": versions(), "machine": machine | {"GPUs": ", ".join(gpus) or "none"}, "variables": variables()}
 
 
 def versions() -> dict[str, str]:
@@ -42,34 +43,14 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def machine() -> dict[str, str]:
-    memory = psutil.virtual_memory()
-    facts = {
-        "system": platform.platform(),
-        "processor": f"{os.cpu_count()} cores",
-        "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} free",
-        "python": redact(_without_home(sys.executable)),
-    }
-    folders = [folder for folder in ("/dev/shm", ".") if os.path.isdir(folder)]
-    return facts | {f"free in {folder}": format_bytes(shutil.disk_usage(folder).free) for folder in folders}
-
-
-def gpus() -> dict[str, str]:
-    """The GPUs that torch sees, and those that nvidia-smi sees, which may differ."""
+def describe_machine() -> str:
+    """The report of torch.utils.collect_env: torch's build, machine, GPUs and driver; why, if torch cannot be used."""
     try:
-        import torch
-        from torch.utils import collect_env
+        from torch.utils.collect_env import get_pretty_env_info
 
-        cuda = torch.version.cuda
-        facts = {
-            "torch is built for": f"CUDA {cuda}" if cuda else "the CPU",
-            "torch sees": f"{torch.cuda.device_count()} GPUs",
-            "nvidia-smi sees": collect_env.get_gpu_info(collect_env.run),
-            "driver": collect_env.get_nvidia_driver_version(collect_env.run),
-        }
+        return redact(_without_home(get_pretty_env_info()))
     except Exception as error:  # the report must also describe a broken installation
-        return {"torch": redact(f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])}
-    return {name: text or "nothing" for name, text in facts.items()}
+        return redact(f"torch cannot be used: {type(error).__name__}: {error}")
 
 
 def variables() -> dict[str, str]:

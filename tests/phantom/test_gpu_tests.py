@@ -52,9 +52,9 @@ def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "status", "said"),
     [
-        ({}, 0, "fine  two ranks       NCCL on 2 GPUs: sums and all patterns of 16 bits arrive"),
+        ({}, 0, "ok    two ranks       NCCL on 2 GPUs: sums and all patterns of 16 bits arrive"),
         ({"PHANTOM_NCCL_FAIL": 0}, 1, "FIX   two ranks       NCCL on 2 GPUs: [rank"),
-        ({"PHANTOM_CC": 100, "PHANTOM_GIB": 180}, 0, "fine  GPUs            NVIDIA B200"),
+        ({"PHANTOM_CC": 100, "PHANTOM_GIB": 180}, 0, "ok    GPUs            NVIDIA B200"),
     ],
 )
 def test_doctor_looks_at_gpus_and_at_what_nccl_sends(settings, status, said, tmp_path):

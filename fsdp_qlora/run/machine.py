@@ -1,0 +1,133 @@
+"""Checks of this machine before a run.
+
+Each check returns a sentence about what is fine, or raises UserError with what to do. A check imports torch itself:
+that it cannot be imported is one of the things to find.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import cache_folder, free_disk
+from fsdp_qlora.utils.text import GIB, format_bytes
+
+_PINNED_BYTES = 2**28
+
+
+def check_machine() -> Iterator[tuple[str, str, bool]]:
+    """Yield the name of each check, its sentence, and whether all is fine. A check that cannot run is not fine."""
+    for name, check in CHECKS.items():
+        try:
+            yield name, check(), True
+        except Exception as error:
+            reason = str(error) if isinstance(error, (UserError, MemoryError)) else f"{type(error).__name__}: {error}"
+            yield name, reason.strip().partition("\n")[0], False
+
+
+def _enough(count: int, least: int, cure: str) -> str:
+    if count < least:
+        raise UserError(f"{format_bytes(count)}, and {format_bytes(least)} are needed: {cure}.")
+    return format_bytes(count)
+
+
+def _gpus() -> str:
+    import torch
+
+    from fsdp_qlora.distributed.device import gpu_problem
+    from fsdp_qlora.model.architecture.precision import choose_precision
+
+    if problem := gpu_problem():
+        raise UserError(problem)
+    if not torch.cuda.is_available():
+        return "none is visible: training runs on the CPU"
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    torch.ones(64, 64, device="cuda").sum().item()  # fails where torch is built for other GPUs
+    names = ", ".join(f"{card.name} ({card.total_memory / GIB:.1f} GiB)" for card in cards)
+    precision = choose_precision("auto", torch.device("cuda"))
+    return f"{names}; torch {torch.__version__} for CUDA {torch.version.cuda}; trains in {precision}"
+
+
+def _bitsandbytes() -> str:
+    import torch
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weights = torch.linspace(-1, 1, 4096, device="cuda" if torch.cuda.is_available() else "cpu").view(64, 64)
+    error = (dequantize_4bit(*quantize_4bit(weights, quant_type="nf4")) - weights).abs().max().item()
+    if error >= 0.2:
+        raise UserError(f"decoded weights are wrong by {error:.2f}: reinstall bitsandbytes for this CUDA.")
+    return f"quantizes and decodes on the {weights.device.type}"
+
+
+def _two_ranks() -> str:
+    import torch
+
+    from fsdp_qlora.distributed.trial import problem_of_two_ranks
+
+    on_gpu = torch.cuda.device_count() > 1
+    device, how = ("cuda", "NCCL on 2 GPUs") if on_gpu else ("cpu", "gloo on the CPU")
+    if problem := problem_of_two_ranks(device):
+        helps = on_gpu and not problem_of_two_ranks(device, NCCL_P2P_DISABLE="1")
+        cure = "export NCCL_P2P_DISABLE=1, with which it works" if helps else "NCCL_DEBUG=INFO shows what NCCL does"
+        raise UserError(f"{how}: {problem}. {cure}.")
+    has_peers = on_gpu and torch.cuda.can_device_access_peer(0, 1)
+    return f"{how}: sums and all patterns of 16 bits arrive{', peer to peer' if has_peers else ''}"
+
+
+def _host_memory() -> str:
+    from fsdp_qlora.planning.checks import host_memory_free
+
+    return f"{_enough(host_memory_free(1), 4 * GIB, 'end other programs, or raise the limit of the container')} free"
+
+
+def _shared_memory() -> str:
+    import torch
+
+    least = GIB if torch.cuda.device_count() > 1 else 0
+    return _enough(shutil.disk_usage("/dev/shm").total, least, "start the container with --shm-size 1g or --ipc host")
+
+
+def _pinned_memory() -> str:
+    import torch
+
+    from fsdp_qlora.sharding.host_memory import split_arena
+
+    if not torch.cuda.is_available():
+        return "none is needed without a GPU"
+    split_arena([_PINNED_BYTES], pinned=True, what="a trial")
+    return f"{format_bytes(_PINNED_BYTES)} can be pinned"
+
+
+def _disk() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    free = min(map(free_disk, (Path.cwd(), cache_folder(), Path(HF_HUB_CACHE))))
+    return f"{_enough(free, 10 * GIB, 'FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks')} free"
+
+
+def _hub() -> str:
+    import huggingface_hub
+
+    return "logged in" if huggingface_hub.get_token() else "not logged in: gated models need `hf auth login`"
+
+
+def _wandb() -> str:
+    from fsdp_qlora.observability.wandb_sink import WandbSink, online_mode
+
+    try:
+        return WandbSink.problem() or str(online_mode())
+    except UserError as no_key:
+        return str(no_key)
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "GPUs": _gpus,
+    "bitsandbytes": _bitsandbytes,
+    "two ranks": _two_ranks,
+    "host memory": _host_memory,
+    "shared memory": _shared_memory,
+    "pinned memory": _pinned_memory,
+    "disk": _disk,
+    "hub": _hub,
+    "wandb": _wandb,
+}
