@@ -159,14 +159,14 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     work = work_of(args, ranks, "8b", (Batch(8, 512),), layers=args.layers or BLOCKS)
     data = alpaca_rows(make_config(work).vocab_size, shorter=8 if args.tiny else 1)
     step_rows = np.arange(len(data))
-    layouts = {"padding": (True, False), "padding-free": (False, False), "packing": (False, True)}
+    layouts = {"padding": "padded", "padding-free": "padding_free", "packing": "packed"}
     figures, shares = {}, {}
     with process_group(ranks):
         longest = int(data.lengths.max())
         train, _ = build(work, ranks, data=data, gradient_accumulation_steps=4, context_length=longest)
         config, plan = train.run.config, train.run.plan
-        for name, (padding, packing) in layouts.items():
-            schedule = dataclasses.replace(plan.schedule, padding=padding, packing=packing)
+        for name, batching in layouts.items():
+            schedule = dataclasses.replace(plan.schedule, batching=batching)
             run_plan = Plan(plan.placed, plan.data, schedule, warmup_steps=0)
             own = dataclasses.replace(train.run, trainer=build_trainer(config, run_plan, ranks))
             figures[name] = int(data.lengths.sum()) / median_seconds(Timed(own, ranks.device, work), step_rows)

@@ -59,7 +59,7 @@ def main() -> None:
         data = prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         print(f"opened and counted in {time.monotonic() - started:.1f} s, {private_mib():.0f} MiB")
         assert data.stream is not None and data.rows_per_epoch == count
-        schedule = Schedule(count, 16, 1, 1, num_epochs=1, max_steps=-1, seed=0)
+        schedule = Schedule(count, 16, 16, 1, num_epochs=1, max_steps=-1, seed=0)
         seen, started = np.zeros(count + 1, dtype=np.int64), time.monotonic()
         tenth = max(1, schedule.total_steps // 10)
         for rows in data.stream.steps(schedule):

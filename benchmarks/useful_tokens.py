@@ -9,7 +9,6 @@ computed for every column in which some row had a target.
 """
 
 import argparse
-import dataclasses
 import itertools
 import sys
 from typing import Any
@@ -73,14 +72,12 @@ def main(argv: list[str]) -> int:
         data = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
             for name in LAYOUTS:
-                run = dataclasses.replace(config, gradient_accumulation_steps=accumulation)
-                schedule = run.pick(
+                schedule = config.pick(
                     Schedule,
                     num_rows=data.rows_per_epoch,
                     data_size=args.world_size,
-                    padding=name == "padded",
-                    packing=name == "packed",
-                    rows_per_step=None,
+                    global_batch_size=args.batch_size * accumulation * args.world_size,
+                    batching=name,
                     mixture=data.mixture,
                 )
                 key = f"context {context_length}, {accumulation} micro-batches, {name}"

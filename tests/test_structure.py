@@ -30,14 +30,19 @@ MOST_PARAMETERS = 7
 FEWEST_LINES_OF_A_PACKAGE = 500
 MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
+MOST_FIELDS = 12
+# Options: each is a field because it is an option.
+OPTIONS = {"TrainConfig"}
+MORE_FIELDS = {"DataOptions"}  # to be divided
+
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_849,
+    "lines of the library": 30_860,
     "files of the library": 169,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 105,
-    "lines of tests": 25_264,
+    "lines of tests": 25_277,
     "files that name recompute": 25,
     "mentions of world_size outside the layout": 96,
     "places that ask for the kind of rows": 20,
@@ -136,6 +141,16 @@ def test_files_and_functions_are_short_and_functions_take_few_parameters() -> No
     assert not {(name, lines) for name, lines in lengths if lines > MOST_LINES_OF_A_FUNCTION}
     numbers = {(name, number_of_parameters(node.args)) for name, node in FUNCTIONS}
     assert {name for name, number in numbers if number > MOST_PARAMETERS} == MORE_PARAMETERS.keys()
+
+
+def test_classes_have_few_fields() -> None:
+    counts = {
+        node.name: sum(isinstance(item, ast.AnnAssign) for item in node.body)
+        for tree in MODULES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name not in OPTIONS
+    }
+    assert {name for name, count in counts.items() if count > MOST_FIELDS} <= MORE_FIELDS
 
 
 def sums() -> dict[str, int]:

@@ -13,13 +13,43 @@ _SIGMAS = 8.0
 
 
 @dataclass
-class Progress:
-    """Counters and losses of a run.
+class Evaluations:
+    """Losses of a run's evaluations.
 
-    step: number of completed optimizer steps. last_eval_step: step of the last evaluation, -1 for none.
-    best_eval_loss: lowest evaluation loss after step 0. best_eval_step: its step.
-    num_evals_without_best: number of evaluations since then. recent_losses: losses of the last steps, for `spike`.
-    loss_scale: `LossScale.state` of an fp16 run. stream: a data.streaming.StreamPosition, where streamed rows continue.
+    last_eval_step: step of the last evaluation, -1 for none. best_eval_loss: lowest evaluation loss after step 0.
+    best_eval_step: its step. num_evals_without_best: number of evaluations since then.
+    """
+
+    first_eval_loss: float | None = None
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_eval_step: int = -1
+    num_evals_without_best: int = 0
+    last_eval_step: int = -1
+
+    def add_evaluation(self, step: int, eval_loss: float) -> bool:
+        """Count an evaluation after a step. Returns whether it is the best.
+
+        An evaluation before the first step is never the best: the best adapter must have been trained.
+        """
+        self.last_eval_step, self.eval_loss = step, eval_loss
+        if self.first_eval_loss is None:
+            self.first_eval_loss = eval_loss
+        if step == 0:
+            return False
+        is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
+        self.num_evals_without_best += 1
+        if is_best:
+            self.best_eval_loss, self.best_eval_step, self.num_evals_without_best = eval_loss, step, 0
+        return is_best
+
+
+@dataclass
+class Progress(Evaluations):
+    """Counters and losses of a run, under their names in state.json.
+
+    step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
+    loss_scale: `LossScale.state` of an fp16 run. stream: a StreamPosition of data/batches/streaming.py.
     """
 
     step: int = 0
@@ -27,12 +57,6 @@ class Progress:
     train_seconds: float = 0.0
     num_skipped: int = 0
     loss: float | None = None
-    first_eval_loss: float | None = None
-    eval_loss: float | None = None
-    best_eval_loss: float | None = None
-    best_eval_step: int = -1
-    num_evals_without_best: int = 0
-    last_eval_step: int = -1
     recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: dict[str, int] = field(default_factory=dict)
@@ -58,22 +82,6 @@ class Progress:
         usual_loss = spike(self.recent_losses, record["loss"])
         self.recent_losses = [*self.recent_losses, record["loss"]][-_RECENT:]
         return usual_loss
-
-    def add_evaluation(self, eval_loss: float) -> bool:
-        """Count an evaluation after the current step. Returns whether it is the best.
-
-        An evaluation before the first step is never the best: the best adapter must have been trained.
-        """
-        self.last_eval_step, self.eval_loss = self.step, eval_loss
-        if self.first_eval_loss is None:
-            self.first_eval_loss = eval_loss
-        if self.step == 0:
-            return False
-        is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
-        self.num_evals_without_best += 1
-        if is_best:
-            self.best_eval_loss, self.best_eval_step, self.num_evals_without_best = eval_loss, self.step, 0
-        return is_best
 
     def summary(self) -> dict[str, float]:
         """The run's final values."""

@@ -222,9 +222,9 @@ def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
     if plan.placed.layout.context_size > 1:
         name = type(probed.model).__name__
         raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
-    no_packing = ", and --batching packed has no effect" if plan.schedule.packing else ""
+    no_packing = ", and --batching packed has no effect" if plan.schedule.batching == "packed" else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
-    return dataclasses.replace(plan.schedule, padding=True, packing=False)
+    return dataclasses.replace(plan.schedule, batching="padded")
 
 
 def is_exact(plan: ModelPlan) -> bool:

@@ -134,7 +134,7 @@ def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Obs
     first, *others = results.values()
     record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch, **first}
     observer.evaluated(progress, {**record, **({"eval_sets": results} if others else {})})
-    return progress.add_evaluation(first["eval_loss"])
+    return progress.add_evaluation(progress.step, first["eval_loss"])
 
 
 def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> None:

@@ -774,9 +774,9 @@ def test_ranks_get_equal_work_in_each_micro_batch() -> None:
         [[80, 10], [70, 20]],
         [[60, 30], [50, 40]],
     ]
-    schedule = Schedule(8, 2, 2, 2, num_epochs=1, max_steps=-1, seed=0)
+    schedule = Schedule(8, 2, 8, 2, num_epochs=1, max_steps=-1, seed=0)
     assert schedule.useful_shares(rounds, lengths) == (1.0, 1.0)
-    padded = dataclasses.replace(schedule, padding=True)
+    padded = dataclasses.replace(schedule, batching="padded")
     # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
     assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
 
@@ -807,14 +807,14 @@ def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
 
 def test_schedule_resumed_mid_epoch_has_the_same_remaining_rows() -> None:
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
-        schedule = Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
+        schedule = Schedule(num_rows, batch_size, 4 * batch_size, 2, num_epochs=3, max_steps=-1, seed=7)
         rows = np.arange(num_rows) * 10
         whole = [(step, part.tolist()) for step, part in schedule.rows_of_steps(rows)]
         for first in range(schedule.total_steps + 1):
             parts = schedule.rows_of_steps(rows, first=first)
             assert [(step, part.tolist()) for step, part in parts] == whole[first:]
         # On other ranks the steps keep their rows.
-        other = dataclasses.replace(schedule, data_size=3, rows_per_step=schedule.global_batch_size)
+        other = dataclasses.replace(schedule, data_size=3)
         assert [(step, part.tolist()) for step, part in other.rows_of_steps(rows)] == whole
 
 

@@ -337,8 +337,9 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def schedule_of(data: RunData, **given: Any) -> Schedule:
-    options = {"batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 4, "max_steps": -1, "seed": 3, **given}
-    return Schedule(num_rows=data.rows_per_epoch, mixture=data.mixture, **options)
+    options = {"batch_size": 2, "num_epochs": 4, "max_steps": -1, "seed": 3, **given}
+    size = 2 * options["batch_size"] * options["data_size"]
+    return Schedule(num_rows=data.rows_per_epoch, mixture=data.mixture, global_batch_size=size, **options)
 
 
 def test_several_datasets_without_weights_are_joined(prepare: Any, two: tuple[Path, Path]) -> None:

@@ -39,7 +39,7 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
 
 def schedule(data: RunData, *, data_size: int = 1) -> Schedule:
     assert data.rows_per_epoch is not None
-    return Schedule(data.rows_per_epoch, 12 // data_size // 2, 2, data_size, num_epochs=2, max_steps=-1, seed=1)
+    return Schedule(data.rows_per_epoch, 12 // data_size // 2, 12, data_size, num_epochs=2, max_steps=-1, seed=1)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_dataset_of_the_hub_is_streamed_file_by_file(
         stream(Path("owner/rows"))
     data = stream(Path("owner/rows"), max_steps=9)
     assert data.stream is not None and data.rows_per_epoch is None
-    of_epoch = Schedule(57, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
+    of_epoch = Schedule(57, 12, 12, 1, num_epochs=1, max_steps=9, seed=1)
     steps = list(data.stream.steps(of_epoch))
     assert sorted(number for each in steps for number in each.table.row_numbers.tolist()) == list(range(1, 58))
     paths[0].unlink()  # after the 48th row nothing is read of the first file

@@ -133,7 +133,7 @@ def test_padding_is_counted_as_the_micro_batches_have_it() -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     learned = np.ones(18, dtype=bool)
     rows = TokenizedRows(np.zeros(18, np.int32), learned, offsets, np.arange(4))
-    schedule = Schedule(4, 2, 2, data_size=1, num_epochs=1, max_steps=-1, seed=0, padding=True)
+    schedule = Schedule(4, 2, 4, data_size=1, num_epochs=1, max_steps=-1, seed=0, batching="padded")
     facts = data_facts(RunData(rows, np.arange(4)), schedule)
     assert facts["padding_share"] == pytest.approx(1 - 18 / (2 * 8 + 2 * 3))  # 8 and 5 together, 3 and 2
     assert facts["tokens"] == 18 and facts["learned"] == 14 and facts["longest"] == 8
@@ -196,10 +196,10 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
     found = make_planner(config, GpuOffer(GPUS["RTX 3090"], 2)).planned()
     placed = dataclasses.replace(found.placed, memory=memory)
 
-    def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
+    def planned(lengths: Sequence[int], batching: str = "padding_free") -> Any:
         schedule = Schedule(
-            num_rows=len(lengths), batch_size=2, gradient_accumulation_steps=1, data_size=2, num_epochs=1,
-            max_steps=-1, seed=0, padding=padding, context_length=512,
+            num_rows=len(lengths), batch_size=2, global_batch_size=4, data_size=2, num_epochs=1,
+            max_steps=-1, seed=0, batching=batching, context_length=512,
         )  # fmt: skip
         rows = TokenizedRows(*np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths))
         data = RunData(rows, np.arange(len(lengths)))
@@ -207,7 +207,7 @@ def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCapture
 
     speeds = [
         planned_speed(config, plan, placed, GPUS["RTX 3090"])
-        for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], padding=True))
+        for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], "padded"))
     ]
     assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(speeds, reverse=True)
     measured = Measured(config, planned([512] * 8), GPUS["RTX 3090"])

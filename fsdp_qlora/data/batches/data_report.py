@@ -18,17 +18,12 @@ NO_TARGET = "nothing to learn"
 NO_ROOM_FOR_TURN = "a turn that is a row of its own has no room within context_length"
 
 
-@dataclass
-class DataReport:
-    """Counts of a dataset's rows that were used, cut or left out. The cache keeps it with them."""
+@dataclass(kw_only=True)
+class RowCounts:
+    """How many of a dataset's rows were read, used and cut, and their tokens."""
 
-    origin: str
-    """The path or name of the dataset."""
-    dataset_format: str = ""
     num_rows: int = 0
     """Rows that were read, malformed ones included."""
-    parts: list[SourceFile] = field(default_factory=list)
-    """The files of the dataset, in the order in which they were read."""
     num_used: int = 0
     """Rows to train on, those of `num_apart` included."""
     num_tokens: int = 0
@@ -36,6 +31,23 @@ class DataReport:
     num_truncated: int = 0
     """Rows cut at context_length."""
     num_tokens_cut: int = 0
+    num_apart: int = 0
+    """Rows besides one for each row that was read: turns of chats and pieces of texts."""
+
+    def count(self, rows: TokenizedRows) -> None:
+        """Count the rows that are used, and their tokens."""
+        self.num_used, self.num_tokens, self.num_targets = len(rows), len(rows.input_ids), int(rows.num_targets.sum())
+
+
+@dataclass
+class DataReport(RowCounts):
+    """A dataset's rows that were used, cut or left out, and why. The cache keeps it with them."""
+
+    origin: str
+    """The path or name of the dataset."""
+    dataset_format: str = ""
+    parts: list[SourceFile] = field(default_factory=list)
+    """The files of the dataset, in the order in which they were read."""
     rejected: dict[str, list[int]] = field(default_factory=dict)
     """The reason -> the numbers of the rows that were left out for it."""
     notes: dict[str, list[int]] = field(default_factory=dict)
@@ -43,8 +55,6 @@ class DataReport:
     unused_columns: list[str] = field(default_factory=list)
     length_of_99_percent: int = 0
     """The tokens that 99% of the rows have at most, before any is cut."""
-    num_apart: int = 0
-    """Rows besides one for each row that was read: turns of chats and pieces of texts."""
     is_chat: bool = False
     """Whether rows were filled into a chat template."""
     is_filled: bool = False
@@ -55,10 +65,6 @@ class DataReport:
 
     def note(self, number: int, what: str) -> None:
         self.notes.setdefault(what, []).append(number)
-
-    def count(self, rows: TokenizedRows) -> None:
-        """Count the rows that are used, and their tokens."""
-        self.num_used, self.num_tokens, self.num_targets = len(rows), len(rows.input_ids), int(rows.num_targets.sum())
 
     @property
     def num_rejected(self) -> int:

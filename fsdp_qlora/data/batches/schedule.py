@@ -58,20 +58,18 @@ class Schedule:
     """Rows to train on."""
     batch_size: int
     """Rows of a rank in one micro-batch."""
-    gradient_accumulation_steps: int
+    global_batch_size: int
+    """Rows of an optimizer step on all ranks."""
     data_size: int
     """Ranks that get other rows than each other."""
     num_epochs: int
     max_steps: int
     seed: int
-    rows_per_step: int | None = None
-    """Replaces the product of the three factors, for a run that was started with another one."""
     mixture: Mixture | None = None
     """The datasets' parts in an epoch; without it an epoch takes every row once."""
-    padding: bool = False
-    """Pad the rows of a micro-batch to the longest of them; otherwise they are concatenated (padding-free)."""
-    packing: bool = False
-    """Take as many rows into a micro-batch as fit batch_size x context_length tokens. Not with padding."""
+    batching: str = "padding_free"
+    """padded: pad the rows of a micro-batch to the longest of them; padding_free: concatenate them; packed: concatenate
+    as many as fit batch_size x context_length tokens."""
     context_length: int = 0
     """The most tokens of a row; used by packing."""
     num_generations: int = 1
@@ -80,9 +78,8 @@ class Schedule:
     """Steps in a row with the same rows."""
 
     @property
-    def global_batch_size(self) -> int:
-        asked = global_batch_size(self.batch_size, self.gradient_accumulation_steps, self.data_size)
-        return self.rows_per_step or asked
+    def padding(self) -> bool:
+        return self.batching == "padded"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -122,7 +119,7 @@ class Schedule:
         sizes = {"data_size": self.data_size, "batch_size": self.batch_size}
         if self.padding:
             return split_by_length(rows, lengths, **sizes)
-        most_tokens = self.batch_size * self.context_length if self.packing else None
+        most_tokens = self.batch_size * self.context_length if self.batching == "packed" else None
         return split_by_tokens(rows, lengths, **sizes, most_tokens=most_tokens)
 
     def tokens_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> int:

@@ -117,7 +117,7 @@ def dummy_rows(
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
     tokenized = _flatten([EncodedRow(number, row, learned, split=split) for number, row in enumerate(ids, start=1)])
-    report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
+    report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
 
