@@ -92,6 +92,11 @@ def changed_directory(place: Path) -> Iterator[None]:
 # --- damage ---
 
 
+ODD = [
+    b"\0", b"\xff\xfe", b"\n", b'"', b"{" * 2000, b"[" * 2000, b"9" * 5000, b"\x1b[2J", b"\xef\xbb\xbf",
+]  # fmt: skip
+
+
 def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
     """Content with one to a few things done to it that happen to files, or that somebody does to them."""
     data = bytearray(content)
@@ -108,18 +113,7 @@ def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
             case 3:
                 data[start:start] = data[start:stop]
             case 4:
-                odd = [
-                    b"\0",
-                    b"\xff\xfe",
-                    b"\n",
-                    b'"',
-                    b"{" * 2000,
-                    b"[" * 2000,
-                    b"9" * 5000,
-                    b"\x1b[2J",
-                    b"\xef\xbb\xbf",
-                ]
-                data[start:start] = rng.choice(odd)
+                data[start:start] = rng.choice(ODD)
             case 5:
                 data[start:stop] = bytes(stop - start)
             case 6 if data:

@@ -284,16 +284,7 @@ def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: P
 
 
 def test_caches_of_tokenized_rows(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = [
-        "--model_name",
-        str(models()),
-        "--dataset",
-        "alpaca_demo",
-        "--dataset_samples",
-        "8",
-        "--max_bad_rows",
-        "0.5",
-    ]
+    argv = flags(model_name=models(), dataset="alpaca_demo", dataset_samples=8, max_bad_rows=0.5)
     expected = plan(*argv).data.train.digest
 
     def case(rng: random.Random, place: Path) -> None:
