@@ -1,9 +1,16 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.data_report import DataReport
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.text.chat_template import TemplateWorker
+from tests.data.rows import TOKENIZER
 
 WORKER = TemplateWorker()  # for all tests: a start takes seconds
 
@@ -22,3 +29,21 @@ class SharedWorker:
 def _end_worker() -> Iterator[None]:
     yield
     WORKER.close()
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return TOKENIZER
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """prepare_rows with a tiny tokenizer and a cache of the test's own, cache/tokenized below tmp_path."""
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+
+    def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
+        chosen = given.pop("tokenizer", TOKENIZER)
+        config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
+        return prepare_rows(chosen, config.pick(DataOptions, image_processor=None))
+
+    return call

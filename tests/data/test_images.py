@@ -20,7 +20,7 @@ from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import are_as_kept, keep, load
 from fsdp_qlora.utils.errors import RankError, UserError
-from tests.data.test_data import write_jsonl, write_parquet
+from tests.data.rows import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png
 
 Image = pytest.importorskip("PIL.Image")

@@ -22,7 +22,7 @@ from fsdp_qlora.distributed.supervision.clock import within
 from fsdp_qlora.training.generation.questions import PromptFormat, question
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
-from tests.data.test_data import rows_of, write_parquet
+from tests.data.rows import rows_of, write_parquet
 from tests.tiny import ROOT, spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]

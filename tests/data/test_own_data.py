@@ -20,7 +20,7 @@ from fsdp_qlora.data.sources.source import DatasetName, find_source, parse_name
 from fsdp_qlora.planning.run_plan import data_options
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker
-from tests.data.test_data import rows_of, write_csv, write_jsonl, write_parquet
+from tests.data.rows import rows_of, write_csv, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer
 
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.commands.run_config import parse_train_config
-from tests.data.test_data import write_csv, write_jsonl
+from tests.data.rows import write_csv, write_jsonl
 from tests.data.test_own_data import Rows, prepare, tokenizer
 
 __all__ = ["prepare", "tokenizer"]  # fixtures
@@ -198,7 +198,7 @@ def test_text_that_mentions_chat_markup_is_still_text(prepare: Any, tmp_path: Pa
 
 
 def test_label_and_image_columns_of_tables_are_checked(prepare: Any, tmp_path: Path) -> None:
-    from tests.data.test_data import write_parquet
+    from tests.data.rows import write_parquet
 
     for more, says in (({"label": False}, "its label is false"), ({"images": [{"bytes": b"x"}]}, "images: only text")):
         path = write_parquet(tmp_path / "a.parquet", [{"messages": [ASK, SAY], **more}])

@@ -16,7 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.utils.errors import UserError
-from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
+from tests.data.rows import write_csv, write_json, write_jsonl, write_parquet
 from tests.tiny import make_rows, make_tokenizer
 
 pytestmark = pytest.mark.quick
