@@ -64,7 +64,7 @@ def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest
 
 LONG = "x" * 300  # a name of a file has at most 255 bytes
 # Since 3.14 Path.exists says no where it raised the system's error.
-TOO_LONG = "longer than that of any file" if sys.version_info < (3, 14) else "no such f|is not the folder of a run"
+TOO_LONG = "too long for a file" if sys.version_info < (3, 14) else "no such f|is not the folder of a run"
 
 
 @pytest.mark.parametrize(
