@@ -182,6 +182,7 @@ def set_prefetch(parts: ModelParts) -> None:
     first: list[Any] = [parts.embedding] if isinstance(parts.embedding, FSDPModule) else []
     last: list[Any] = [parts.head] if isinstance(parts.head, FSDPModule) else []
     forward: list[Any] = [root, *first, *blocks, *last]
+    # One module ahead hides a gather behind the products of the module before; two would hold one more's weights.
     for module, following in itertools.pairwise(forward):
         module.set_modules_to_forward_prefetch(_groups(following))
     # Adapters stay gathered from forward to backward.
@@ -193,6 +194,7 @@ def set_prefetch(parts: ModelParts) -> None:
             assert isinstance(owner, FSDPModule)
             # Its backward pass begins before its base's, which is needed first.
             owner.set_modules_to_backward_prefetch([block])
+    # Allocates on the compute stream. FSDP2 then overlaps nothing by itself: the lists above do.
     root._set_unshard_async_op(True)
 
 

@@ -175,17 +175,10 @@ class WholeVocabulary:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        return own
-
-    def local_chunk(self, gathered: torch.Tensor) -> torch.Tensor:
-        return gathered
-
-    def largest(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def summed(self, values: torch.Tensor) -> torch.Tensor:
-        return values
+    local_chunk = largest = summed = all_gather
 
     def reduce_scatter_grad(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
         torch.mm(grad, weight, out=own)
@@ -276,6 +269,8 @@ def _losses_of_chunks(
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
     step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
+    # Each chunk has collectives, so ranks that share a head must have equally many of them: `MicroBatch.beside` adds
+    # targets that count nothing.
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
         inputs = vocabulary.all_gather(hidden[part])
@@ -306,13 +301,16 @@ def _loss_of_chunk(
     logits = form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
     slope_of_target = slope[rows, targets] if isinstance(slope, torch.Tensor) else slope
+    # exp(logit - top) cannot overflow. The top is that of all ranks' rows, so that their sums can be added up.
     top = vocabulary.largest(logits.amax(dim=1, keepdim=True))
     of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
     exponentials = logits.sub_(top).exp_()
     sums = [exponentials.sum(dim=1), of_target]
     if entropies is not None:
+        # The entropy of e / Z is log Z - sum(e log e) / Z, without log-probabilities, which are as large as the logits.
         parts = exponentials.split(-(-len(exponentials) // _ENTROPY_PARTS))
         sums.append(torch.cat([torch.special.xlogy(part, part).sum(dim=1) for part in parts]))
+    # One all-reduce for all sums: some KiB, of which the latency is the cost.
     total, of_target, *weighted = vocabulary.summed(torch.stack(sums))
     if entropies is not None:
         entropies.append(vocabulary.local_chunk(total.log() - weighted[0] / total))
@@ -320,8 +318,8 @@ def _loss_of_chunk(
     if scale is None:
         return loss, None
     factor = is_learned * scale
+    # The gradient is softmax, and softmax - 1 at the target: in 16 bits that would be 0 where softmax is almost 1.
     grad_of_target = (of_target.exp() / total - 1.0) * factor * slope_of_target
-    # Where softmax is 1 almost, softmax - 1 needs float32.
     if isinstance(slope, torch.Tensor):
         exponentials, slope = exponentials.mul_(slope), 1.0
     grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)

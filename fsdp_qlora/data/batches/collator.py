@@ -59,6 +59,7 @@ class Collator:
 
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
+        # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
         size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
         whole = {each: self._sequences(rows[each], table) for each in {rank // size for rank in ranks}}
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}

@@ -330,6 +330,7 @@ def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool
         found = small(x)
     except (RuntimeError, TypeError, AttributeError):
         return False
+    # To the bit: a tolerance would take gelu for its approximation by tanh, from which it differs by up to 5e-4.
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
 
 
@@ -351,6 +352,8 @@ def as_own_mlp(module: nn.Module) -> Mlp | None:
 def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
     """The module with small random layers in the proportions of its own, and tokens for the first of them."""
     linears, random = _linears_alone(module), torch.Generator("cpu").manual_seed(0)
+    # By their common divisor sizes shrink to a few numbers and stay different where they were, so that matrices fit
+    # together in the model's way alone.
     unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
     small: dict[str, nn.Module | None] = dict(module._modules)
     for name, linear in linears.items():

@@ -191,6 +191,7 @@ class _RoutedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Kept before the product, so that a checkpointed block is computed again up to here and not beyond (kept.py).
         call, weights, (x, shares) = ctx.call, ctx.weights, ctx.kept.take()
         found = [
             torch.zeros_like(tensor) if needed else None
@@ -216,6 +217,7 @@ def _add_gradients(
     if shares is not None:
         share = shares[part, None]
         if grad_shares is not None:
+            # z h + g b, for z = grad_own: for g (W h + b) each expert would be decoded and multiplied once more.
             grad_shares[part] = (grad_own * own).sum(-1) + (0 if bias is None else grad @ bias[expert].to(grad.dtype))
         grad_own, own = (grad_own * share).to(x.dtype), (own * share).to(x.dtype)  # the latter for the weights'
     if grad_A is not None:
