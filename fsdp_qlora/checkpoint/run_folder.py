@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_qlora.config.cli import current_options
-from fsdp_qlora.data.batches import schedule
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.utils.files import is_partial, why_not_writable, write_json
 from fsdp_qlora.utils.redact import lost_output
@@ -247,7 +246,7 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
 
 
 def _rows_per_step(options: Mapping[str, Any], data_size: int) -> int:
-    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], data_size)
+    return int(options["batch_size"] * options["gradient_accumulation_steps"] * data_size)
 
 
 def _shown(value: object) -> str:

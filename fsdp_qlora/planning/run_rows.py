@@ -9,7 +9,7 @@ import numpy as np
 from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
-from fsdp_qlora.data.batches.schedule import Schedule, epoch_order, global_batch_size
+from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.model.architecture.attention import can_share
 from fsdp_qlora.planning.placement import longest_allowed
@@ -44,8 +44,7 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         Schedule,
         num_rows=rows or 1,
         data_size=data_size,
-        global_batch_size=rows_per_step
-        or global_batch_size(config.batch_size, config.gradient_accumulation_steps, data_size),
+        global_batch_size=rows_per_step or config.batch_size * config.gradient_accumulation_steps * data_size,
         batching="padded" if data.have_images else config.batching,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,

@@ -86,9 +86,9 @@ class Pairs(TokenMean):
 
     reduction = "none"
 
-    def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
-        self.sft_weight = row.sft_weight if settings.sft_weight is None else settings.sft_weight
-        super().__init__(row, settings, context)
+    @property
+    def sft_weight(self) -> float:
+        return self.row.sft_weight if self.settings.sft_weight is None else self.settings.sft_weight
 
     def _metric_names(self) -> Iterator[str]:
         for side in SIDES:

@@ -25,11 +25,6 @@ _STEPS_LOOKED_AT = 100
 MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
 
-def global_batch_size(batch_size: int, gradient_accumulation_steps: int, data_size: int) -> int:
-    """Rows of one optimizer step on all ranks, as the options ask for."""
-    return batch_size * gradient_accumulation_steps * data_size
-
-
 def num_micro_batches(num_rows: int, batch_size: int, data_size: int) -> int:
     """Micro-batches of each rank for a step of `num_rows` rows, without packing."""
     return -(-num_rows // (data_size * batch_size))
