@@ -273,7 +273,7 @@ def measure_context(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     aim = f"at least 80,000 tokens within {args.memory_gib:g} GiB"
     found: dict[int, float | None] = {}
     with process_group(ranks):
-        train, of_batch = build(work, ranks, use_activation_cpu_offload=True)
+        train, of_batch = build(work, ranks, recompute="offload")
         longest = 0
         for batch, step_rows in zip(work.batches, of_batch, strict=True):
             too_long = [length for length, seconds in found.items() if seconds is None]

@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHARD: dict[str, Any] = {"sharding_strategy": "full_shard"}
 OFFLOAD: dict[str, Any] = {**SHARD, "use_cpu_offload": True}
 MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
-LONG: dict[str, Any] = {"batch_size": 1, "use_activation_cpu_offload": True, **SHARD}
+LONG: dict[str, Any] = {"batch_size": 1, "recompute": "offload", **SHARD}
 PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}  # two answers that fill the context, half of it shared
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
@@ -69,8 +69,8 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_1_card": {"shape": "8b"},
     "70b_offload": {"shape": "70b", "ranks": 2, **OFFLOAD},
     "8b_1x32768": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 32768, **SHARD},
-    "70b_activations": {"shape": "70b", "ranks": 2, "batch_size": 1, "use_activation_cpu_offload": True, **SHARD},
-    "70b_both": {"shape": "70b", "ranks": 2, "use_activation_cpu_offload": True, **OFFLOAD},
+    "70b_activations": {"shape": "70b", "ranks": 2, "batch_size": 1, "recompute": "offload", **SHARD},
+    "70b_both": {"shape": "70b", "ranks": 2, "recompute": "offload", **OFFLOAD},
     "70b_1x2048": {"shape": "70b", "ranks": 2, "batch_size": 1, **SHARD},
     "70b_4_ranks": {"shape": "70b", "ranks": 4, **SHARD},
     "70b_8_ranks": {"shape": "70b", "ranks": 8, "batch_size": 4, **SHARD},
@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_packed": {"shape": "8b", "ranks": 2, "batching": "packed", **MIXED, "batch_size": 2, **SHARD},
     "8b_8192": {"shape": "8b", "batch_size": 1, "context_length": 8192},
     "8b_activations_16384": {
-        "shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 16384, "use_activation_cpu_offload": True,
+        "shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 16384, "recompute": "offload",
         **SHARD,
     },
     "8b_lora": {"shape": "8b", "ranks": 2, "train_type": "lora", **SHARD},
@@ -115,10 +115,10 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_dpo": {"shape": "8b", "ranks": 2, **PAIR, **SHARD},
     "70b_dpo_offload": {"shape": "70b", "ranks": 2, **PAIR, **OFFLOAD},
     "8b_1_card_78475": {
-        "shape": "8b", "batch_size": 1, "context_length": 78475, "lora_rank": 32, "use_activation_cpu_offload": True,
+        "shape": "8b", "batch_size": 1, "context_length": 78475, "lora_rank": 32, "recompute": "offload",
     },
     "14b_1_card_49152": {
-        "shape": "14b", "batch_size": 1, "context_length": 49152, "use_activation_cpu_offload": True,
+        "shape": "14b", "batch_size": 1, "context_length": 49152, "recompute": "offload",
     },
     "8b_2_share_131072": {"shape": "8b", "ranks": 2, "context_length": 131072, "context_parallel_size": 2, **LONG},
     "8b_4_share_262144": {"shape": "8b", "ranks": 4, "context_length": 262144, "context_parallel_size": 4, **LONG},
@@ -285,7 +285,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     config, placed, data = plan_of(**case)
     plan, ranks = placed.model, placed.model.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
-    number, offload = placed.step.recomputing, config.use_activation_cpu_offload
+    number, offload = placed.step.recomputing, config.recompute == "offload"
     wrap_blocks(plan.meta.model, num_blocks=number, offload=offload)
     parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)

@@ -43,7 +43,7 @@ def private_mib() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="size of the file")
-    parser.add_argument("--shuffle_buffer", type=int, default=TrainConfig.shuffle_buffer, help="as in train.py")
+    parser.add_argument("--shuffle_buffer", type=int, default=10_000, help="as in train.py")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -52,9 +52,7 @@ def main() -> None:
         path, started = folder / "rows.jsonl", time.monotonic()
         count = make_file(path, args.gib)
         print(f"{count:,} rows, {path.stat().st_size / 2**30:.2f} GiB, made in {time.monotonic() - started:.0f} s")
-        options = TrainConfig(
-            dataset=(str(path),), context_length=512, streaming=True, shuffle_buffer=args.shuffle_buffer
-        )
+        options = TrainConfig(dataset=(str(path),), context_length=512, streaming=args.shuffle_buffer)
         started = time.monotonic()
         data = prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
         print(f"opened and counted in {time.monotonic() - started:.1f} s, {private_mib():.0f} MiB")

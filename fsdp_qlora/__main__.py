@@ -9,9 +9,10 @@ import contextlib
 import difflib
 import errno
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from fsdp_qlora import __version__
 from fsdp_qlora.commands import (
@@ -32,7 +33,6 @@ from fsdp_qlora.commands import (
     report,
     train,
 )
-from fsdp_qlora.config.cli import Parser, with_underscores
 from fsdp_qlora.utils.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
 from fsdp_qlora.utils.redact import guard_output, lost_output
 from fsdp_qlora.utils.text import LineHandler, quiet_libraries
@@ -40,6 +40,7 @@ from fsdp_qlora.utils.text import LineHandler, quiet_libraries
 log = logging.getLogger("fsdp_qlora")
 
 PROGRAM = "fsdp-qlora"
+_FLAG = re.compile("^--[^=]+")
 _SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}  # as others call it
 
 
@@ -120,15 +121,23 @@ def _choose(argv: list[str]) -> int:
     return _run(name, command, words)
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that errors are raised to the caller."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
+
+
 def _run(name: str, command: Command, words: list[str]) -> int:
     """Run a command. Its arguments also have `words` (all of them), `training_options` (those that it does not know)
     and `commands` (the names of all).
     """
     assert command.add_options is not None
-    parser = Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
+    parser = _Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
-    args, others = parser.parse_known_args(with_underscores(words))
+    spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+    args, others = parser.parse_known_args(spelled)
     args.words, args.training_options, args.commands = words, others, list(COMMANDS)
     if others and not command.takes_training_options:
         raise UserError(f"Unknown option {others[0]}. See --help.")

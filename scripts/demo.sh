@@ -20,7 +20,7 @@ ranks=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
 threads=$(($(getconf _NPROCESSORS_ONLN) / ranks))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 command=(torchrun --nproc_per_node "$ranks" train.py --config configs/demo.yaml --model_name demo/model
-    --output_dir demo/output --overwrite_output_dir true "$@")
+    --output_dir demo/output --resume auto:replace "$@")
 step "Training: ${command[*]}"
 "${command[@]}"
 

@@ -35,6 +35,7 @@ OTHER_FLAGS = {
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
     *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
+    "price_per_hour",
     *("base", "verify", "dtype", "model", "type", "llama_cpp", "modelfile"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate

@@ -135,7 +135,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     if version != FORMAT_VERSION:
         raise UserError(
             f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads {FORMAT_VERSION}. Resume "
-            "with the version that saved it, or start from zero with --resume off --overwrite_output_dir true."
+            "with the version that saved it, or start from zero with --resume off:replace."
         )
     if STATE not in files:
         raise DamagedCheckpoint(f"{path.name} does not list {STATE}")

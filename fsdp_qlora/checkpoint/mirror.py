@@ -26,6 +26,7 @@ from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.checkpoint import MANIFEST, staging_folder
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import (
+    PUBLIC,
     flush,
     flush_files,
     mirror_error,
@@ -271,7 +272,7 @@ def open_store(target: str) -> Store:
     if kind == "rclone":
         return RcloneStore(rest)
     if kind == "hf":
-        return HubStore(rest.removeprefix("//"))
+        return HubStore(rest.removeprefix("//").removesuffix(PUBLIC))
     if not rest.startswith("//"):
         return Store(str(Path(target).expanduser().absolute()))
     try:

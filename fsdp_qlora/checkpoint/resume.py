@@ -220,7 +220,7 @@ def choose_start(run: Run) -> Start:
         if not request.overwrite:
             raise UserError(
                 f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
-                "--overwrite_output_dir true to replace them too."
+                "--resume auto:replace to replace them too."
             )
         mirror.delete_later_than(-1)
     elif mirror and copied and not continues:
@@ -249,7 +249,7 @@ def _resume_folder(run: Run, *, overwrite: bool) -> Start:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
         content = "another run" if differences else "this run, finished"
-        log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, content)
+        log.warning("output_dir %s holds %s. It is replaced (--resume auto:replace).", output_dir, content)
         return Start(secrets.token_hex(4))
     return _keep_result(run) if was_finished else _continue(run)
 
@@ -300,7 +300,7 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_s
         f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: each start from step "
         f"{start.step} has ended before the next checkpoint. The last known reason: "
         f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Fix the cause and start it by "
-        "hand, perhaps with a smaller --save_minutes."
+        "hand, perhaps with a shorter --save_every."
     )
     ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
     write_json(output_dir / STATUS, {**status, **ending})

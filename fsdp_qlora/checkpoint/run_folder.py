@@ -23,9 +23,9 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
 log = logging.getLogger("fsdp_qlora")
 
 _STATUS_SECONDS = 10.0  # between two writes of status.json
-OR_START_OVER = "or start from zero with --resume off --overwrite_output_dir true."
-# (option, value) pairs with which a resumed run keeps its earlier choice.
-KEPT = {("context_length", "auto")}
+OR_START_OVER = "or start from zero with --resume off:replace."
+# Values of options with which a resumed run keeps its earlier choice.
+KEPT = {"context_length": "auto"}
 RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")  # in every run.json
 # Files of a start that was killed before it wrote run.json, besides partial checkpoints. They are no results.
 _LEFTOVERS = {LOCK, ".saving", STATUS}
@@ -128,7 +128,7 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     if results and not overwrite:
         raise UserError(
             f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
-            "or --overwrite_output_dir true to replace them."
+            "or --resume auto:replace to replace them."
         )
 
 
@@ -229,7 +229,7 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
     differences = [
         f"--{name} was {_shown(old[name])} and is {_shown(value)}"
         for name, value in options.items()
-        if name not in request.may_differ and name in old and old[name] != value and (name, value) not in KEPT
+        if name not in request.may_differ and name in old and old[name] != value and KEPT.get(name) != value
     ]
     context_size = options.get("context_parallel_size", 1)
     if (request.world_size, context_size) == (stored.get("world_size"), old.get("context_parallel_size", 1)):
@@ -255,7 +255,7 @@ def _shown(value: object) -> str:
 
 def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
     """Raise UserError for the run in a folder, a checkpoint or a mirror (its name), with these differences."""
-    advice = "Give the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+    advice = "Give the same options to resume it, another folder, or --resume auto:replace to replace it."
     kind = "a finished" if isinstance(folder, Path) and is_finished(folder) else "an unfinished"
     if isinstance(folder, Path):
         run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder

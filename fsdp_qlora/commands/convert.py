@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from fsdp_qlora.commands.run_config import make_train_config
+from fsdp_qlora.config.cli import settings_of
 from fsdp_qlora.config.marks import OF_USER
 from fsdp_qlora.config.options import DEFAULTS, marks_of
-from fsdp_qlora.config.other_names import OTHER_NAMES, advise
+from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, advise, translate
 from fsdp_qlora.config.text import PlainLoader, read_options
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import HIDDEN
@@ -67,10 +68,8 @@ def convert(path: Path) -> str:
     left = ""
     for name, value in entries.items():
         option, ours, reason = _translate(name, value)
-        if option and (OF_USER in marks_of(option) or str(ours).startswith("entity=")):
+        if option and (option == "entity" or (option not in OLDER and OF_USER in marks_of(option))):
             reason = _OF_USER
-        elif option == "wandb":  # its names, one by one
-            taken[option] = [*taken.get(option, []), ours]
         elif option and option not in taken:
             said = _refusal({option: ours})
             # What another option must be is said of all in the end.
@@ -80,8 +79,9 @@ def convert(path: Path) -> str:
             left += f"# {_one_line(name)}: {_shown(name, value)}  ({_one_line(reason)})\n"
     if "stage" in entries and "lora_rank" in taken:  # LLaMA-Factory's default
         taken.setdefault("lora_alpha", 2 * make_train_config(None, {"lora_rank": taken["lora_rank"]}).lora_rank)
-    if "wandb" in taken:
-        taken.setdefault("log_to", ["wandb"])
+    if {"project_name", "name"} & taken.keys():
+        taken.setdefault("log_to", "wandb")
+    taken = _by_names_of_now(taken)
     taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
     conflicts = _refusal(taken)
     return (
@@ -135,13 +135,23 @@ def _translate(name: str, value: Any) -> tuple[str, Any, str]:
         return _rows(value, OTHER_NAMES[name])
     if name == "dataset":
         return "", None, "names of dataset_info.json: give the files of rows"
-    found = advise(name, str(value).lower() if isinstance(value, bool) else str(value))
-    if found is None:
+    advice = advise(name, str(value).lower() if isinstance(value, bool) else str(value), older=True)
+    if advice is None:
         return (name, value, "") if name in vars(DEFAULTS) else ("", None, "there is no such option")
-    ours: Any = found.value or (int(value) if isinstance(value, float) and value.is_integer() else value)
-    if isinstance(ours, str) and re.fullmatch(r"[\d.]+", found.value):
-        ours = float(ours)
-    return found.option, {"true": True, "false": False}.get(ours, ours) if isinstance(ours, str) else ours, found.reason
+    ours = advice.value or (int(value) if isinstance(value, float) and value.is_integer() else value)
+    return (
+        advice.option,
+        {"true": True, "false": False}.get(ours, ours) if isinstance(ours, str) else ours,
+        advice.reason,
+    )
+
+
+def _by_names_of_now(taken: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose older names are replaced, several of which may be one option now."""
+    settings = settings_of(taken)
+    texts = {setting.name: setting.text for setting in translate(settings, [], []) if setting not in settings}
+    kept = {name: value for name, value in taken.items() if name in vars(DEFAULTS)}
+    return kept | {name: yaml.safe_load(f"[{text}]" if "," in text else text) for name, text in texts.items()}
 
 
 def _rows(value: Any, option: str) -> tuple[str, Any, str]:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> None:
     """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
     its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
     small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
-    is now, and --base_name, --push_to_hub, --push_public and --trust_remote_code mean what they do there.
+    is now, and --base_name, --push_to_hub and --trust_remote_code mean what they do there.
     """
     source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
     refuse_bad_folder("out", args.out)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--out {out} cannot be written: {error}.") from error
     log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
     form.log_how_to_load(out)
-    if config.push_to_hub and (failure := upload(out, config.push_to_hub, public=config.push_public)):
+    if config.push_to_hub and (failure := upload(out, config.push_to_hub)):
         raise UserError(failure)
 
 

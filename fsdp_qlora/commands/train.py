@@ -98,7 +98,7 @@ def refuse_early(config: TrainConfig) -> None:
     if missing := list(_missing(config)):
         raise UserError("\n  ".join(missing))
     folder = Path(config.output_dir).expanduser()
-    if not config.is_preview and config.resume == "auto" and not config.overwrite_output_dir and is_run(folder):
+    if not config.is_preview and config.resume == "auto" and is_run(folder):
         request = StartRequest(resolved_options(config), names_marked(MAY_DIFFER), world_size=-1)
         if differences := find_differences(read_run(folder), {}, request):
             refuse(folder, differences)
@@ -123,7 +123,7 @@ def refuse_names(config: TrainConfig) -> None:
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
-        source = sources.find_source(name, streamed=config.streaming)
+        source = sources.find_source(name, streamed=bool(config.streaming))
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
             entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=asked.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]

@@ -3,20 +3,19 @@
 The text of a YAML value is converted like a flag's value. So `lr: 2e-4`, which YAML 1.1 reads as a string, is a
 number here, and a misspelled choice is an error in both places.
 
-argparse only splits the words and prints the help. The conversion is done here because argparse's own stops
-at the first error and suggests no nearest choice. (tyro refuses `true`, cannot group the options of a flat
-dataclass in `--help`, and gives errors no name of file and key.)
+(argparse stops at the first error; tyro refuses `true`, and gives errors no name of file and key.)
 """
 
-import argparse
 import contextlib
 import difflib
 import itertools
 import os
+import shutil
+import textwrap
 import types
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -24,7 +23,6 @@ from fsdp_qlora.config.conflicts import check, out_of_range
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, Advice, Setting, advise, translate
 from fsdp_qlora.config.text import (
-    SWITCH,
     find_config,
     number,
     option_help,
@@ -32,15 +30,15 @@ from fsdp_qlora.config.text import (
     resolved_options,
     shipped_configs,
     stored_values,
+    switch,
     type_text,
     value_text,
 )
 from fsdp_qlora.utils.errors import UserError
 
 _HINTS = option_types()
-# What an earlier release's config.yaml has, and changes nothing.
-_REMOVED = [("compile", ["false"]), ("world_size", ["-1"]), ("nproc_per_node", ["-1"])]
-_SAME = {"world_size": "nproc_per_node"}  # the 2024 program's name of an option
+_KNOWN = (*_HINTS, *OLDER)
+_OF_RESULTS = (*RESULT_OPTIONS, *(name for name, row in OLDER.items() if row.option in RESULT_OPTIONS))
 # How an option is written, alone and with a value.
 _AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
 
@@ -59,20 +57,24 @@ def parse_options(
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
     """
-    asked = next((after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), "")
-    namespace, unknown = _parser(asked).parse_known_args(with_underscores(argv))
-    flags = vars(namespace)
-    path = flags.pop("config", None)
+    if {"--help", "-h"} & {*argv}:
+        _print_help(next((after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), ""))
+        raise SystemExit(0)
     errors: list[str] = []
-    notes = [] if notes is None else notes
+    flags = _split(argv, errors)
     settings = _read_result(result, errors)
-    given = _read_yaml(find_config(path), errors) if path is not None else []
-    # An older option without a value is a switch.
-    flags = {name: ["true"] if name in OLDER and not values else values for name, values in flags.items()}
-    given += [Setting(f"--{name}", name, values) for name, values in flags.items() if values]
-    settings += translate(given, errors, notes)
-    errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
-    errors += _unknown_flags(unknown)
+    paths = flags.pop("config", None)
+    given = _read_yaml(find_config(paths[0]), errors) if paths else []
+    if paths is not None and len(paths) != 1:
+        errors.append(f"--config: expected one file, got {len(paths)}.")
+    for name, values in flags.items():
+        if name not in _KNOWN:
+            errors.append(f"Unknown option --{name}{_advice(name, _AS_FLAG, ''.join(values[:1]))}")
+        elif words := values or ["true"] * (name in OLDER or _is_switch(name)):
+            given.append(Setting(f"--{name}", name, words))
+        else:
+            errors.append(f"--{name}: expected a value.")
+    settings += translate(given, errors, [] if notes is None else notes)
     converted = _convert(settings, errors)
     return _checked(TrainConfig(**converted), errors), converted.keys()
 
@@ -86,18 +88,13 @@ def options_of(
         base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
     Raises: as `parse_options`.
     """
-    given = {_SAME.get(name, name): value for name, value in given.items()}
-    others = {name: str(value) for name, value in given.items() if name not in (*_HINTS, *OLDER)}
+    others = {name: str(value) for name, value in given.items() if name not in _KNOWN}
     errors = [f"Unknown option {name}{_advice(name, _AS_KEYWORD, value)}" for name, value in others.items()]
-    known = {name: value for name, value in given.items() if name in (*_HINTS, *OLDER)}
-    settings = [Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
-    # An empty list has no words; None leaves an option that is never None at its default.
-    values = {name: () for name, value in known.items() if isinstance(value, (list, tuple)) and not value}
-    if isinstance(base, TrainConfig):
-        values = vars(base) | values
-    elif base is not None:
+    settings = settings_of(given)
+    if isinstance(base, (str, Path)):
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
     converted = _convert(translate(settings, errors, []), errors)
+    values = vars(base) if isinstance(base, TrainConfig) else {}
     return _checked(TrainConfig(**{**values, **converted}), errors), converted.keys()
 
 
@@ -105,21 +102,35 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
     if isinstance(result, Path):
         settings = _read_yaml(result, errors, is_result=True)
     else:
-        given = {name: value for name, value in (result or {}).items() if name in (*RESULT_OPTIONS, *OLDER)}
-        settings = [Setting(f"its {name}", name, words) for name in given if (words := _as_words(name, given[name]))]
-    settings = [one for one in translate(settings, errors, []) if one.name in RESULT_OPTIONS]
+        settings = settings_of({name: value for name, value in (result or {}).items() if name in _OF_RESULTS}, "its ")
+    settings = [setting for setting in translate(settings, errors, []) if setting.name in RESULT_OPTIONS]
     # A template's name, or else a file of this machine.
-    return [one for one in settings if one.name != "prompt_template" or "".join(one.values).isidentifier()]
+    return [setting for setting in settings if setting.name != "prompt_template" or setting.text.isidentifier()]
 
 
 def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored options of a run, which an earlier release may have written, by their names of now.
+    """The stored options of a run, which an earlier version may have written, by their names and types of now.
 
-    An option that the release did not have is at its default.
+    An option that the version did not have is at its default.
     """
-    older = [Setting(name, name, _as_words(name, value)) for name, value in stored.items() if name in OLDER]
-    now = _convert(translate(older, [], []), [])
+    now = _convert(translate(settings_of(stored), [], []), [])
     return {**resolved_options(DEFAULTS), **stored, **stored_values(now)}
+
+
+def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]:
+    """Options as they would be given on the command line. None leaves an option that is never None at its default.
+
+    Args:
+        place: what the names of the options in messages begin with.
+    """
+    settings = []
+    for name in [name for name in options if name in _KNOWN]:
+        value = options[name]
+        items = value if isinstance(value, (list, tuple)) else [value]
+        words = [str(item).lower() if isinstance(item, bool) else str(item) for item in items] or ["none"]
+        if value is not None or type(None) in get_args(_HINTS.get(name)):
+            settings.append(Setting(f"{place}{name}", name, ["none"] if value is None else words))
+    return settings
 
 
 def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
@@ -164,7 +175,7 @@ def _parse_one(text: str, hint: Any) -> object:
     if get_origin(hint) is Literal:
         return _choice(text, get_args(hint))
     if hint is bool:
-        return _bool(text)
+        return switch(text)
     return text if hint is str else number(hint, text)
 
 
@@ -182,15 +193,11 @@ def _one_of_types(text: str, hint: Any) -> object:
 
 def _choice(text: str, choices: tuple[str, ...]) -> str:
     known = {choice.lower(): choice for choice in choices}
-    if found := known.get(text.lower().replace("-", "_")):
-        return found
+    if choice := known.get(text.lower().replace("-", "_")):
+        return choice
+    if f"{text.partition('=')[0]}=" in choices:  # a setting, whose value is free
+        return text
     raise ValueError(f"{text!r} is not a choice{_nearest(text, choices)} Choices: {', '.join(choices)}")
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in SWITCH:
-        raise ValueError(f"expected true or false, got {text!r}")
-    return SWITCH[text.lower()]
 
 
 # --- unknown names ---
@@ -220,34 +227,9 @@ def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
     return f"; did you mean {forms[bool(found.value)].format(found.option, found.value)}?"
 
 
-def _as_words(name: str, value: object) -> list[str]:
-    """A Python value as it would be given on the command line; no word for None where an option is never None."""
-    if isinstance(value, (list, tuple)):
-        return [str(item) for item in value]
-    if value is None:
-        return ["none"] if type(None) in get_args(_HINTS.get(name)) else []
-    return [str(value).lower() if isinstance(value, bool) else str(value)]
-
-
 def _is_switch(name: str) -> bool:
     """Whether an option is true or false."""
     return bool in (_HINTS.get(name), *get_args(_HINTS.get(name)))
-
-
-def _unknown_flags(unknown: list[str]) -> list[str]:
-    """One message per flag that does not exist; the words after one are taken for its value."""
-    errors = []
-    for place, word in enumerate(unknown):
-        flag, _, value = word.partition("=")
-        if not value and place + 1 < len(unknown) and not unknown[place + 1].startswith("-"):
-            value = unknown[place + 1]
-        if word.startswith("-"):
-            errors.append(f"Unknown option {flag}{_advice(flag.lstrip('-'), _AS_FLAG, value)}")
-    if not errors and unknown:
-        option = "config" if unknown[0] in shipped_configs() or unknown[0].endswith((".yaml", ".yml")) else "dataset"
-        hint = f" Did you mean --{option} {unknown[0]}?" if option == "config" or "." in unknown[0] else ""
-        return [f"Unexpected argument {unknown[0]!r}: options are given as --name value.{hint}"]
-    return errors
 
 
 # --- the YAML file ---
@@ -266,10 +248,9 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
-        if (is_result and name not in (*RESULT_OPTIONS, *OLDER)) or (name, words) in _REMOVED:
+        if is_result and name not in _OF_RESULTS:
             continue
-        name = _SAME.get(name, name)
-        if name not in _HINTS and name not in OLDER:
+        if name not in _KNOWN:
             errors.append(f'{where}: unknown key "{name}"{_advice(name, _AS_KEY, "".join((words or [])[:1]))}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
@@ -317,68 +298,48 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
 # --- the command line ---
 
 
-_FIRST = ("model", "data", "output")
 _DESCRIPTION = """\
+usage: fsdp-qlora train [--config FILE] [--option value ...]
+
 Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.
 
   fsdp-qlora train --model_name Qwen/Qwen3-8B-Base --dataset rows.jsonl
   fsdp-qlora train --config qlora_8b_2x24gb --dataset alpaca --dry_run true
   fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 --output_dir runs/1
 
---help GROUP shows the options of one group: %s."""
+--help GROUP shows the options of one group: %s.
+--config takes a YAML file of options, or a name that `fsdp-qlora configs` lists; flags win over it.
+"""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, except that errors are raised to the caller and only rank 0 prints the help."""
+def _split(argv: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
+    """Flag -> its words: `--batch-size=8` is {"batch_size": ["8"]}. Adds to `errors`."""
+    flags: dict[str, list[str]] = {}
+    words: list[str] | None = None
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            words = flags[name.replace("-", "_")] = [value] if equals else []
+        elif words is not None:
+            words.append(word)
+        else:
+            option = "config" if word in shipped_configs() or word.endswith((".yaml", ".yml")) else "dataset"
+            hint = f" Did you mean --{option} {word}?" if option == "config" or "." in word else ""
+            errors.append(f"Unexpected argument {word!r}: options are given as --name value.{hint}")
+    return flags
 
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
 
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
-def _parser(asked: str = "") -> Parser:
-    """A parser that splits the command line into words per option, and knows the help.
-
-    Args:
-        asked: the heading whose options are shown; all if there is none of this name.
-    """
+def _print_help(asked: str) -> None:
+    """Print the options on rank 0. asked: the group whose options are shown; all if there is none of this name."""
     groups = option_help()
-    shown = [heading for heading in groups if asked and heading.startswith(asked)] or [*_FIRST, *groups]
-    parser = Parser(
-        prog="fsdp-qlora train",
-        usage="fsdp-qlora train [--config FILE] [--option value ...]",
-        description=_DESCRIPTION % ", ".join(heading for heading in groups if len(heading.split()) == 1),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of options, or a name that `fsdp-qlora configs` lists; flags win"
-    )
-    for heading, options in {heading: groups[heading] for heading in shown}.items():
-        group = parser.add_argument_group(heading)
-        for name, text in options.items():
-            help_text = f"{text} (default: {value_text(getattr(DEFAULTS, name))})".replace("%", "%%")
-            # An option without its value is reported with all other errors.
-            values: dict[str, Any] = {"nargs": "?", "type": lambda word: [word], "const": []}
-            if get_origin(_HINTS[name]) is tuple:
-                values = {"nargs": "*"}
-            elif _is_switch(name):
-                values["const"] = ["true"]
-            also = [f"--{other}" for other, ours in _SAME.items() if ours == name]
-            group.add_argument(f"--{name}", *also, metavar=type_text(_HINTS[name]), help=help_text, **values)
-    for name in OLDER.keys() - _HINTS.keys():
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, nargs="?", type=lambda word: [word], const=["true"])
-    return parser
-
-
-def with_underscores(argv: Iterable[str]) -> list[str]:
-    """Spell `--batch-size=8` as `--batch_size=8`."""
-    parts = [(word, *word[2:].partition("=")) for word in argv]
-    return [
-        f"--{flag.replace('-', '_')}{equals}{value}" if word.startswith("--") else word
-        for word, flag, equals, value in parts
-    ]
+    lines = [_DESCRIPTION % ", ".join(groups)]
+    width = min(shutil.get_terminal_size().columns, 120)
+    for heading in [heading for heading in groups if heading == asked] or groups:
+        lines.append(f"{heading}:")
+        for name, text in groups[heading].items():
+            described = f"{text} (default: {value_text(getattr(DEFAULTS, name))})"
+            lines.append(f"  --{name} {type_text(_HINTS[name])}")
+            lines.append(textwrap.indent(textwrap.fill(described, width - 6), " " * 6))
+        lines.append("")
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines))

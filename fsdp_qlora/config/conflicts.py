@@ -10,7 +10,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
-from fsdp_qlora.utils.files import folder_error, is_repository, mirror_error
+from fsdp_qlora.utils.files import PUBLIC, folder_error, is_repository, mirror_error
 
 _MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
 NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
@@ -52,8 +52,6 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.use_activation_cpu_offload and c.recompute in ("none", 0):
-        yield "--use_activation_cpu_offload moves what blocks with recompute keep: it needs --recompute all."
     if c.context_parallel_size != 1 and c.batching == "padded":
         yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
 
@@ -170,8 +168,6 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         return
     if not c.rewards:
         yield f"--objective {c.objective} needs --rewards: functions that score the answers, such as exact_match."
-    if c.correct_mismatch and not c.rollout_url:
-        yield "--correct_mismatch is for answers of another engine: it needs --rollout_url."
     if c.rollout_url and not re.match(r"https?://[^/]", c.rollout_url):
         yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
     if c.rollout_url and c.kind.adapter == "dora":
@@ -205,8 +201,6 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--eval_tasks {NEEDS_LM_EVAL}"
     if c.early_stopping and not c.eval_steps:
         yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
-    if not c.streaming and _changed(c, "shuffle_buffer"):
-        yield "--shuffle_buffer is for --streaming true; otherwise all rows are shuffled together."
     if c.streaming and len(c.dataset) > 1:
         yield "--streaming true takes one dataset: put the files into one folder."
     if c.streaming and c.eval_fraction > 0:
@@ -218,19 +212,16 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
 def _place_errors(c: TrainConfig) -> Iterator[str]:
     """A URL would silently become a folder of this machine, with a password as its name."""
     folders = ("output_dir", "resume", "quant_cache", "adapter")
-    found = [folder_error(name, getattr(c, name) or "") for name in folders]
-    yield from filter(None, [*found, mirror_error(c.mirror or "")])
+    places = dict.fromkeys(folders) | {"resume": c.start_from}
+    errors = [folder_error(name, place or getattr(c, name) or "") for name, place in places.items()]
+    yield from filter(None, [*errors, mirror_error(c.mirror or "")])
     for name in ("base_name", "push_to_hub"):
         value = getattr(c, name)
-        if value is not None and not is_repository(value):
+        if value is not None and not is_repository(value.removesuffix(PUBLIC if name == "push_to_hub" else "")):
             yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.wandb and wandb_settings(c.wandb) is None:
-        yield f"--wandb is {','.join(c.wandb)}, but needs {', '.join(f'{name}=...' for name in _OF_WANDB)}."
-    if c.push_public and c.push_to_hub is None and not (c.mirror or "").startswith("hf:"):
-        yield "--push_public says how --push_to_hub uploads: give that too."
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."
     if c.profile and profiled_steps(c.profile) is None:
@@ -240,25 +231,15 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
         )
 
 
-_OF_WANDB = ("project", "name", "group", "entity")
-
-
-def wandb_settings(words: Sequence[str]) -> dict[str, str] | None:
-    """The arguments of `wandb.init` that --wandb gives; a value may have commas. None if it is wrong."""
-    names = "|".join(_OF_WANDB)
-    found = re.split(rf"(?:^|,)({names})=", ",".join(words))
-    return None if found[0] else dict(zip(found[1::2], found[2::2], strict=True))
-
-
 PROFILED = ("stack", "shapes", "memory")
 
 
-def profiled_steps(profile: tuple[str, ...]) -> tuple[int, int] | None:
-    """The first and the last step that --profile names, counted from 1; None if it is wrong."""
-    found = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", word) for word in profile if word not in PROFILED]
-    if len(found) != 1 or found[0] is None:
+def profiled_steps(profile: Sequence[str]) -> tuple[int, int] | None:
+    """The first and the last step that --profile names, counted from 1; None if it names no steps."""
+    matches = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", word) for word in profile if word not in PROFILED]
+    if len(matches) != 1 or matches[0] is None:
         return None
-    first, last = map(int, found[0].groups())
+    first, last = map(int, matches[0].groups())
     return (first, last) if first <= last else None
 
 

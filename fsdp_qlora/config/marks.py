@@ -1,7 +1,8 @@
 """Annotations of an option's type in `TrainConfig`: the limit of its value, and marks for its properties."""
 
 import math
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -75,10 +76,26 @@ FINITE = Limit(lambda value: value is None or abs(value) < math.inf, "a finite n
 NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more")
 COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")
 SIZE_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 1, "1 or more if it is a number")
-SOME_BLOCKS = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")
+SWITCH_OR_COUNT = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")
 SHARE = between(0, 1)
 SHARE_OR_STEPS = Limit(
     lambda value: value >= 0 if isinstance(value, int) else 0 <= value <= 1,
     "a share from 0.0 to 1.0, or a number of steps",
 )
 SHARE_BELOW_1 = Limit(lambda value: 0 <= value < 1, "0 or more and below 1")
+ONE_OR_TWO = Limit(
+    lambda values: len(values) in (1, 2) and all(0 <= value < math.inf for value in values),
+    "one or two finite numbers, 0 or more",
+)
+_SAVE_TIME = re.compile(r"(?P<steps>\d+)|(?P<minutes>\d+(\.\d+)?)m")
+SAVE_TIMES = Limit(
+    lambda words: all(map(_SAVE_TIME.fullmatch, words)) and len(words) <= 2,
+    "minutes such as 15m, steps such as 500, both, or none",
+)
+REPLACE = ":replace"  # behind a value of --resume
+
+
+def save_times(save_every: Sequence[str]) -> tuple[int, float]:
+    """Read --save_every: the optimizer steps and the minutes between two checkpoints, 0 for never."""
+    matches = [match for word in save_every if (match := _SAVE_TIME.fullmatch(word))]
+    return sum(int(match["steps"] or 0) for match in matches), sum(float(match["minutes"] or 0) for match in matches)

@@ -45,12 +45,10 @@ class LossSettings:
     label_smoothing: float = 0.0
     sft_weight: float | None = None
     simpo_gamma: float = 0.5
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
+    kto_weights: Sequence[float] = (1.0, 1.0)
+    epsilon: Sequence[float] = (0.2,)
     max_completion_length: int = 512
-    correct_mismatch: bool = False
+    rollout_url: str | None = None
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +177,7 @@ def orpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
 def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
     """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the wrong side."""
     distance = (2 * x.desired - 1) * s.beta * (x.chosen.ratio() - x.divergence)
-    weight = x.desired * s.desirable_weight + (1 - x.desired) * s.undesirable_weight
+    weight = x.desired * s.kto_weights[0] + (1 - x.desired) * s.kto_weights[-1]
     return weight * (1 - distance.sigmoid())
 
 
@@ -194,10 +192,10 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     The upper clip may be a higher one (Yu et al. 2025). What an engine samples with other probabilities than the
     policy's is weighed by truncated importance sampling (Yao et al. 2025).
     """
-    high = s.epsilon if s.epsilon_high is None else s.epsilon_high
+    low, high = s.epsilon[0], s.epsilon[-1]
     ratio = (x.logps - x.old_logps).exp()
-    loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - s.epsilon, 1 + high) * x.advantages)
-    is_low, is_high = (ratio < 1 - s.epsilon) & (x.advantages < 0), (ratio > 1 + high) & (x.advantages > 0)
+    loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - low, 1 + high) * x.advantages)
+    is_low, is_high = (ratio < 1 - low) & (x.advantages < 0), (ratio > 1 + high) & (x.advantages > 0)
     metrics = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     metrics = {f"clip_ratio/{name}": values.float() for name, values in metrics.items()}
     if x.sampled_logps is not None:
@@ -212,8 +210,8 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
 
 
 _OF_GRPO = (
-    "rewards", "num_generations", "max_completion_length", "temperature", "scale_rewards", "epsilon", "epsilon_high",
-    "num_iterations", "correct_mismatch", "rollout_url", "on_reward_error", "reward_timeout", "beta", "loss_type",
+    "rewards", "num_generations", "max_completion_length", "temperature", "scale_rewards", "epsilon",
+    "num_iterations", "rollout_url", "on_reward_error", "beta", "loss_type",
 )  # fmt: skip
 _OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
 
@@ -221,7 +219,7 @@ OBJECTIVES: dict[str, Objective] = {
     "sft": Objective(TEXTS),
     "dpo": Objective(PAIRS, margin_loss, has_reference=True, options=_OF_MARGIN),
     "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
-    "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "desirable_weight", "undesirable_weight")),
+    "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "kto_weights")),
     "cpo": Objective(PAIRS, margin_loss, options=_OF_MARGIN, sft_weight=1.0),
     "simpo": Objective(
         PAIRS, simpo, score=LogProbs.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")

@@ -17,13 +17,16 @@ from fsdp_qlora.config.marks import (
     OF_ADAPTER,
     OF_RESULT,
     OF_USER,
+    ONE_OR_TWO,
     PER_NODE,
     POSITIVE,
+    REPLACE,
+    SAVE_TIMES,
     SHARE,
     SHARE_BELOW_1,
     SHARE_OR_STEPS,
     SIZE_OR_WORD,
-    SOME_BLOCKS,
+    SWITCH_OR_COUNT,
     Limit,
     Mark,
     all_or_at_least_1,
@@ -39,6 +42,7 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 
+LogTo = Literal["tqdm", "stdout", "wandb", "tensorboard", "jsonl", "project=", "name=", "group=", "entity="]
 MOST_OF_AUTO = 4096  # tokens, of --context_length auto
 _LOSS_TYPES = dict.fromkeys(["auto", *(name for row in OBJECTIVES.values() for name in row.loss_types)])
 
@@ -47,78 +51,138 @@ _LOSS_TYPES = dict.fromkeys(["auto", *(name for row in OBJECTIVES.values() for n
 class TrainConfig:
     """Options of one training run."""
 
-    # == launch ==
-    nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
-    """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU, and 1 keeps a run
-    to one process on a machine with several GPUs. world_size is the same."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
-    """Where to compute; auto takes the visible GPUs, or the CPU of a machine that has none. A dry run without a GPU
-    plans for one, unless this is cpu."""
-
     # == model ==
     model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_RESULT] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
-    trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
-    """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
-    Read that code first."""
-    attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
-    """Attention kernels; auto uses torch's flash kernel or flash-attn's on Ampere and newer GPUs, else SDPA, or eager
-    for models that SDPA does not support."""
+    train_type: Annotated[str, one_of_names(TRAIN_TYPES), OF_RESULT] = "qlora"
+    """Part of the model that trains. An adapter on a base in 4 bits (qlora, as custom_qlora), 8 to 2 bits by HQQ
+    (hqq_lora), 8 bits (int8_lora) or 16 bits (lora, as custom_lora); a DoRA adapter (bnb_dora, hqq_dora, dora); the
+    blocks that `expand` inserted into a quantized base (bnb_llama_pro, hqq_llama_pro); or all weights (full)."""
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"], OF_RESULT
     ] = "auto"
     """Number format of the computation; auto is bf16 on GPUs that support it, fp16 on older GPUs and fp32 on the CPU.
-    Trainable weights are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow is skipped.
-    Use fp32 to compare runs digit by digit."""
+    Trainable weights are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow is skipped."""
+    attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
+    """Attention kernels; auto uses PyTorch's flash kernel or flash-attn on Ampere and newer GPUs, else SDPA, or eager
+    for models that do not support SDPA."""
+    trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
+    """Run Python code from the model's files, with your permissions. Models that transformers does not know need it;
+    read that code first."""
+    quant_type: Annotated[Literal["nf4", "fp4"], of_quantizer("bnb_4bit")] = "nf4"
+    """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
+    double_quant: Annotated[bool, of_quantizer("bnb_4bit")] = True
+    """Quantize the scales of the 4-bit blocks too, which saves about 0.4 bits per weight."""
+    n_bits: Annotated[int, one_of_numbers(8, 4, 3, 2), of_quantizer("hqq")] = 4
+    """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
+    group_size: Annotated[int, multiple_of(32), of_quantizer("hqq")] = 64
+    """Number of weights that share a scale and a zero point in an HQQ base, a multiple of 32; smaller groups are more
+    accurate, and each takes 32 bits."""
+    int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
+    """Magnitude from which activations are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds all
+    of them, which is faster and less accurate."""
+    allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
+    """Train although less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
+    count); the others take their full memory."""
+    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "auto"
+    """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for later starts; auto is
+    quantized/ in FSDP_QLORA_CACHE or in the user's cache folder, off disables the cache."""
+
+    # == data ==
+    dataset: Annotated[tuple[str, ...], NOT_EMPTY, MAY_DIFFER, PER_NODE] = ("alpaca_sample",)
+    """Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql,
+    orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl, .csv,
+    .tsv, .parquet or .txt file (or one of these with .gz or .zst), or a folder of them or of datasets.save_to_disk.
+    Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these shares and ends before a
+    dataset would repeat a row; the next epoch continues with the next rows of each."""
+    dataset_samples: Annotated[int | None, at_least(1)] = None
+    """Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math, dummy have own sizes)."""
+    dataset_format: Annotated[Literal[
+        "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
+        "question_answer", "instances", "rationale", "moss", "tree", "prompt_completion", "guanaco", "text",
+    ], OF_RESULT] = "auto"  # fmt: skip
+    """Format of the rows; auto detects it from the names of the columns."""
+    columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
+    """Columns of the dataset whose names differ from the format's, as FORMAT'S=DATASET'S, such as
+    instruction=task,output=result; ignore=NAME leaves out a column that makes rows invalid."""
+    prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
+    """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
+    template), a text file with {instruction}, {input} and {system}; or a chat template for models without one: chatml,
+    user_assistant, a .jinja file. By default the model's chat template, also for instructions and questions if the
+    model was made for chats (it stops at a token that its template writes); otherwise the format's text."""
+    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER, OF_RESULT] = "assistant"
+    """Tokens to train on: assistant (every turn of the assistant, or every response), last (only the last one) or all
+    (the prompts too)."""
+    context_length: Annotated[Literal["auto"] | int, at_least(2), OF_RESULT] = "auto"
+    """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. auto is the
+    smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its
+    value."""
+    streaming: Annotated[bool | int, SWITCH_OR_COUNT] = False
+    """Read and tokenize the dataset, files or one of the hub, during training; for datasets larger than memory or disk.
+    true shuffles 10,000 rows together in memory; give more, such as 50000, when neighbouring rows are alike."""
+    max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
+    """Largest share of the rows that may be left out, malformed or with a prompt that fills the context; with more the
+    run does not start. rejected.jsonl lists them."""
+    eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
+    """Share of the rows to hold out for evaluation, such as 0.05."""
+    eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
+    """Rows for evaluation, named as in dataset: rows.jsonl, folder[test], owner/name[validation]. Several are evaluated
+    one by one, as in chat=chat.jsonl code=code.jsonl; the first one's loss decides which checkpoint is the best."""
+    show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
+    """Print this many rows as the model sees them, with the trained tokens in colour, and stop."""
 
     # == training ==
-    train_type: Annotated[str, one_of_names(TRAIN_TYPES), OF_RESULT] = "qlora"
-    """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
-    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
-    `expand` added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
-    names of the 2024 program mean the same as those without it."""
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
-    """What is learned of the rows: sft learns the texts; grpo learns from answers that the model gives to prompts, by
-    their rewards; the others learn from a chosen and a rejected answer to each prompt, or kto from answers with a
-    label: dpo, ipo and kto compare with the model that training starts from, whose log-probabilities come in the same
-    forward pass, and cpo, simpo and orpo compare with nothing. Names and defaults are TRL's."""
-    beta: Annotated[float | None, NOT_NEGATIVE] = None
-    """Strength of a preference objective: how little the model may move from the base (dpo, ipo, cpo), or the factor of
-    the odds ratio (orpo); for simpo 2 to 2.5 is usual. Of grpo the weight of the divergence from the base, which is not
-    computed at 0. By default 0 for grpo, else 0.1."""
-    loss_type: Annotated[str, one_of_names(_LOSS_TYPES)] = "auto"
-    """Loss of the margin between the two answers in dpo and cpo: sigmoid, hinge, robust (unbiased where the share
-    label_smoothing of the pairs is the wrong way round), sigmoid_norm (sigmoid of means over tokens). What grpo divides
-    the sum over tokens by: dapo (the tokens of a step), grpo (the tokens of each answer, and the answers), dr_grpo (the
-    answers times max_completion_length). auto is sigmoid, or dapo for grpo."""
-    label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
-    """Share of the pairs that may be the wrong way round: with sigmoid the conservative loss, with robust the unbiased
-    one."""
-    sft_weight: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight of the chosen answers' usual loss, a mean over tokens, beside that of the pairs; by default 1 for orpo and
-    cpo (TRL's cpo_alpha), else 0."""
-    simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
-    """Margin by which simpo wants the chosen answer's reward to be larger."""
-    desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Weight of kto's desired answers; weigh the rarer kind up, so that both count about alike."""
-    undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Weight of kto's other answers."""
-    rating_threshold: Annotated[float | None, FINITE] = None
-    """For rows with ratings: an answer is good for kto if its rating is at least this; of several rated answers the
-    best is chosen over the worst if this is between them."""
-    precompute_reference: Annotated[bool, MAY_DIFFER] = False
-    """Compute the log-probabilities that dpo, ipo and kto compare with once before training, and keep them beside the
-    tokenized rows; worth it from the second epoch or run on, or to spare the adapter to start from its copy."""
+    """Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and
+    a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards.
+    cpo, simpo and orpo need no reference model; that of dpo, ipo and kto runs in the same forward pass."""
+    lr: Annotated[float | None, POSITIVE] = None
+    """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
+    batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
+    """Rows per process in one forward pass; raise it until memory is full."""
+    gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
+    """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
+    num_epochs: Annotated[int, at_least(1)] = 1
+    """Passes over the dataset."""
+    max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
+    """Number of optimizer steps after which the run ends, earlier starts included; -1 runs all epochs."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""
+    warmup: Annotated[int | float, SHARE_OR_STEPS] = 0.03
+    """Optimizer steps over which the learning rate rises from 0: a share of all, such as 0.03, or a number."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
+        "lion_8bit",
+    ] = "adamw"  # fmt: skip
+    """Optimizer; the 8-bit ones need less memory, and the paged one moves state that does not fit to the host. On a GPU
+    adamw and adam are fused; fused_adamw and fused_adam are fused for weights on a CPU too."""
+    wd: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight decay; 0.01 to 0.1 is usual when all weights train."""
+    grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. Lower it when the loss jumps; 0 turns
+    clipping off."""
+    batching: Annotated[Literal["padding_free", "packed", "padded"], MAY_DIFFER] = "padding_free"
+    """Layout of a micro-batch. padding_free concatenates its rows without padding, keeps attention within each row and
+    gives all ranks about equally many tokens. packed also takes as many rows as fit batch_size x context_length tokens,
+    which saves time with gradient_accumulation_steps above 1. padded pads to the longest row, as some models need."""
+    early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
+    """Evaluations in a row without a lower loss after which training ends (best/ has the best adapter); 0 is never."""
+    seed: Annotated[int, between(0, 2**32 - 1)] = 42
+    """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of held-out rows."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
+    last bit; slower, and an operation without such a kernel raises an error. Runs on a CPU are always deterministic."""
+
+    # == adapter ==
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
-    """Folder of a PEFT adapter to train further, from an earlier run or another trainer, or its name on the hub. Its
-    rank, scale and layers are kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change
-    this option: see resume."""
+    """Folder of a PEFT adapter to train further, or its name on the hub. Its rank, scale and layers are kept; optimizer
+    and rows start anew. To resume an interrupted run, leave this option as it is: see resume."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: Annotated[float, POSITIVE, OF_ADAPTER] = 32
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, SHARE_BELOW_1, OF_ADAPTER] = 0.0
-    """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
+    """Dropout on the adapter's input; try 0.05 to 0.1 when the model overfits a small dataset."""
     lora_target_modules: Annotated[tuple[str, ...], NOT_EMPTY, OF_ADAPTER] = ("all",)
     """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such
     as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas)."""
@@ -126,263 +190,162 @@ class TrainConfig:
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
     modules_to_save: Annotated[tuple[str, ...], OF_ADAPTER] = ()
-    """Embeddings and head to train in full with the adapter and save in its file, such as embed_tokens,lm_head; for new
-    tokens or another language. Each takes 16 bytes per weight, shared by the ranks."""
+    """Embeddings and head to train in full with the adapter and to save in its file, such as embed_tokens,lm_head; for
+    new tokens or another language. Each takes 16 bytes per weight, divided among the ranks."""
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: Annotated[str, OF_ADAPTER] = "true"
-    """Initial values of the adapter: true (A random, B zero), or computed from each weight: pissa or olora (its main
-    directions, which are removed from the base), pissa_niter_16 (pissa, approximate and much faster), loftq (the
-    quantization error)."""
+    """Initial values of the adapter: true (A random, B zero), or from each weight: pissa or olora (main directions,
+    removed from the base), pissa_niter_16 (approximate and much faster), loftq (the quantization error)."""
     rank_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
-    """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
-    for the end of a path, as in PEFT, and the first match wins."""
+    """Ranks that differ for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular
+    expression for the end of a path, as in PEFT, and the first match wins."""
     alpha_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
-    """Other values of lora_alpha for some layers, written like rank_pattern."""
-    batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
-    """Rows per process in one forward pass; raise it until memory is full."""
-    context_length: Annotated[Literal["auto"] | int, at_least(2), OF_RESULT] = "auto"
-    """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. The report
-    on the data counts both. auto is the smallest power of two that keeps 99% of the rows of each dataset whole, at most
-    4,096 and the model's own limit; a run that is resumed keeps its number."""
-    gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
-    """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
-    batching: Annotated[Literal["padding_free", "packed", "padded"], MAY_DIFFER] = "padding_free"
-    """How rows become a micro-batch: padding_free concatenates them without padding, attention does not cross rows, and
-    ranks get about equally many tokens; packed also takes as many rows as fit batch_size x context_length tokens, the
-    same rows per optimizer step in fewer micro-batches, which saves time when gradient_accumulation_steps is above 1;
-    padded pads them to the longest. A model that computes something else without padding is padded anyway."""
-    num_epochs: Annotated[int, at_least(1)] = 1
-    """Passes over the dataset."""
-    max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
-    """Stop after this many optimizer steps of the whole run; -1 runs all epochs."""
-    lr: Annotated[float | None, POSITIVE] = None
-    """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""
-    warmup: Annotated[int | float, SHARE_OR_STEPS] = 0.03
-    """Optimizer steps over which the learning rate rises from 0: their share of all, such as 0.03, or their number."""
-    optimizer: Literal[
-        "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
-        "lion_8bit",
-    ] = "adamw"  # fmt: skip
-    """Optimizer; the 8-bit ones need less memory, and the paged one moves state that does not fit to the host. On a GPU
-    adamw and adam are fused; fused_adamw and fused_adam are so for weights on a CPU too."""
+    """Values of lora_alpha that differ for some layers, written like rank_pattern."""
     loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
-    """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
-    wd: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight decay; 0.01 to 0.1 is usual when all weights train."""
-    grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Largest global gradient norm, to which larger gradients are scaled; lower it when the loss jumps. 0 leaves all as
-    they are."""
-    seed: Annotated[int, between(0, 2**32 - 1)] = 42
-    """Seed of the adapter's initial values, the dropout, the order of the rows and which of them are held out."""
-    deterministic: bool = False
-    """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
-    last bit; slower, and an operation that has no such kernel raises an error. Runs on a CPU are always
-    deterministic."""
+    """Learning rate of the adapter's B divided by that of its A (LoRA+); 16 with a lower lr often learns faster."""
 
-    # == reinforcement learning ==
+    # == preferences ==
+    beta: Annotated[float | None, NOT_NEGATIVE] = None
+    """Strength of a preference objective: higher values keep the model closer to the base (dpo, ipo, kto, cpo) or weigh
+    the odds ratio (orpo); for simpo 2 to 2.5 is usual. For grpo, the KL weight: 0, the default, disables the
+    reference."""
+    loss_type: Annotated[str, one_of_names(_LOSS_TYPES)] = "auto"
+    """Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped),
+    sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a
+    step), grpo (each answer's tokens, then the answers), dr_grpo (the answers times max_completion_length). auto is
+    sigmoid, or dapo for grpo."""
+    label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
+    """Share of the pairs whose answers may be swapped: conservative with loss_type sigmoid, unbiased with robust."""
+    sft_weight: Annotated[float | None, NOT_NEGATIVE] = None
+    """Weight of the usual loss on the chosen answers, beside that of the pairs; by default 1 for orpo and cpo, else
+    0."""
+    simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
+    """Margin by which the chosen answer's reward should be larger in simpo."""
+    kto_weights: Annotated[tuple[float, ...], ONE_OR_TWO] = (1.0, 1.0)
+    """Weights of kto's desired and of its other answers (TRL's desirable_weight, undesirable_weight); raise that of the
+    rarer kind, such as 3,1, so that both count about alike."""
+    rating_threshold: Annotated[float | None, FINITE] = None
+    """Rating from which an answer is good, for rows with ratings: kto's label, or, between the ratings of a row's best
+    and worst answer, what makes them a pair."""
+    precompute_reference: Annotated[bool, MAY_DIFFER] = False
+    """Compute the reference's log-probabilities for dpo, ipo and kto once before training, and keep them beside the
+    tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."""
+
+    # == rewards ==
     rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE, OF_USER] = ()
-    """Functions that score the answers of grpo, whose rewards are added up: FILE.py:function, or the name of one that
-    comes with the program, with =WEIGHT behind it if that is not 1, such as exact_match,style.py:is_short=0.5."""
+    """Functions that score the completions in grpo; their rewards are added up. Each is FILE.py:function or the name of
+    a built-in one, with =WEIGHT if that is not 1, such as exact_match,style.py:is_short=0.5."""
     num_generations: Annotated[int, at_least(2)] = 8
-    """Answers to each prompt, which are compared with each other."""
+    """Completions per prompt, which are compared with each other."""
     max_completion_length: Annotated[int, at_least(1)] = 512
-    """Longest answer in tokens; a longer one is cut."""
+    """Longest completion in tokens; longer ones are cut."""
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Temperature at which answers are sampled, and learned from."""
+    """Temperature of sampling, and of the probabilities that are trained."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Standard deviation of rewards by which advantages are divided: group (of the answers to a prompt), batch (of all
-    answers of a step), none."""
-    epsilon: Annotated[float, SHARE] = 0.2
-    """How far a token's probability may fall, relative to that when the answer was sampled, until it is no longer
-    learned."""
-    epsilon_high: Annotated[float | None, NOT_NEGATIVE] = None
-    """The same for a rise, such as 0.28; by default epsilon."""
+    """Standard deviation by which advantages are divided: over the completions of a prompt (group), over all of a step
+    (batch), or not divided (none)."""
+    epsilon: Annotated[tuple[float, ...], ONE_OR_TWO] = (0.2,)
+    """Clipping range of the probability ratio between the model and the one that sampled; with two numbers, such as
+    0.2,0.28, the second one is for increases (TRL's epsilon_high)."""
     num_iterations: Annotated[int, at_least(1)] = 1
-    """Optimizer steps on the same answers."""
-    correct_mismatch: bool = False
-    """Weigh each token by how much more probable it is to the trainer than to the server that has sampled it, at most 3
-    times (truncated importance sampling)."""
+    """Optimizer steps on the same completions."""
     rollout_url: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
-    """Server that answers the prompts, such as http://host:8000: one with OpenAI's completions API that takes LoRA
-    adapters at run time, as vLLM. By default the model that trains answers them itself."""
+    """Server that completes the prompts, such as http://host:8000: vLLM, or another with OpenAI's completions API that
+    loads LoRA adapters at run time. The difference between its probabilities and the trainer's is corrected (truncated
+    importance sampling). By default the model in training generates them itself."""
     on_reward_error: Annotated[Literal["stop", "zero"], MAY_DIFFER] = "stop"
-    """What to do when a reward function fails: stop ends the run with a checkpoint, zero counts a reward of 0."""
-    reward_timeout: Annotated[float, POSITIVE, MAY_DIFFER] = 60.0
-    """Seconds that a reward function may take for the answers of a step."""
+    """Action when a reward function fails or takes hang_minutes: stop ends the run with a checkpoint, zero counts a
+    reward of 0."""
 
     # == memory ==
     auto: Annotated[bool, MAY_DIFFER] = False
-    """Before training choose the fastest settings that are planned to fit the GPUs: batch_size and
+    """Choose the fastest settings that are planned to fit the GPUs before training: batch_size and
     gradient_accumulation_steps with the same rows per step, and sharding_strategy and use_cpu_offload where these are
-    auto. A run that is resumed in its folder keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."""
+    auto. A resumed run keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."""
     sharding_strategy: Annotated[
         Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"],
         MAY_DIFFER,
         OF_RESULT,
     ] = "auto"
-    """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
+    """Distribution of the model: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
     machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines,
     hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."""
+    recompute: Annotated[Literal["auto", "all", "none", "offload"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
+    """Decoder blocks that recompute their activations in the backward pass instead of keeping them (activation
+    checkpointing): all needs little memory, none is the fastest, a number means the first ones, and offload is all with
+    the blocks' inputs in host memory, for very long rows. On GPUs auto finds the smallest number that fits, by probing
+    before the first step; on a CPU auto means all."""
+    use_cpu_offload: Annotated[Literal["auto"] | bool | int, SWITCH_OR_COUNT, MAY_DIFFER, OF_RESULT] = "auto"
+    """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block to the
+    GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs auto offloads all if the model
+    does not fit otherwise."""
     context_parallel_size: Annotated[Literal["auto"] | int, SIZE_OR_WORD, MAY_DIFFER] = 1
     """Processes of a machine that share each micro-batch, for rows too long for one GPU: each computes a part of the
     tokens, and in attention a part of the heads. An optimizer step then has as many times fewer rows; auto is as small
     as the longest rows need, and multiplies gradient_accumulation_steps by it."""
-    recompute: Annotated[Literal["auto", "all", "none"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
-    """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
-    memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by
-    probing before the first step; on a CPU auto means all."""
-    use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER, OF_RESULT] = "auto"
-    """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
-    to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs
-    auto offloads all if the model does not fit otherwise."""
-    use_activation_cpu_offload: Annotated[bool, MAY_DIFFER] = False
-    """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
-
-    loading_buffer_mib: Annotated[int, at_least(1), MAY_DIFFER, PER_NODE] = 128
-    """Host memory per process, in MiB, for weights that are read but not yet stored; raise it when a network disk has a
-    high latency."""
-
-    # == quantization ==
-    quant_type: Annotated[Literal["nf4", "fp4"], of_quantizer("bnb_4bit")] = "nf4"
-    """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
-    double_quant: Annotated[bool, of_quantizer("bnb_4bit")] = True
-    """Quantize the scales too: saves about 0.4 bits per weight."""
-    n_bits: Annotated[int, one_of_numbers(8, 4, 3, 2), of_quantizer("hqq")] = 4
-    """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
-    group_size: Annotated[int, multiple_of(32), of_quantizer("hqq")] = 64
-    """Weights that share a scale and a zero point in an HQQ base, a multiple of 32; smaller groups are more accurate,
-    and each takes 32 bits."""
-    int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
-    """Activations of at least this magnitude are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0
-    rounds all of them, which is faster and less accurate."""
-    allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
-    """Continue when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
-    count); the rest takes its full memory."""
-    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "auto"
-    """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
-    number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off disables the cache."""
-
-    # == data ==
-    dataset: Annotated[tuple[str, ...], NOT_EMPTY, MAY_DIFFER, PER_NODE] = ("alpaca_sample",)
-    """Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql,
-    orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl,
-    .csv, .tsv, .parquet or .txt file (or one of these with .gz or .zst), or a folder of them or of
-    datasets.save_to_disk. Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these
-    shares and ends before a dataset would repeat a row; the next epoch continues with the next rows of each."""
-    dataset_samples: Annotated[int | None, at_least(1)] = None
-    """Use only the first rows of each dataset, this many; by default all of them (alpaca_sample, orca_math and dummy
-    have sizes of their own)."""
-    streaming: bool = False
-    """Read and tokenize the dataset, files or one of the hub, while the run trains; for datasets larger than memory or
-    disk. Without max_steps its rows are counted first."""
-    shuffle_buffer: Annotated[int, at_least(1)] = 10_000
-    """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
-    dataset_format: Annotated[Literal[
-        "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
-        "question_answer", "instances", "rationale", "moss", "tree", "prompt_completion", "guanaco", "text",
-    ], OF_RESULT] = "auto"  # fmt: skip
-    """Format of the rows; auto detects it from the names of the columns."""
-    columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
-    """The dataset's columns whose names differ from the format's, as FORMAT'S=DATASET'S, such as
-    instruction=task,output=result; ignore=NAME trains without a column that a row would be refused for."""
-    prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
-    """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
-    template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:
-    chatml, user_assistant, a .jinja file. By default the model's chat template, for instructions and questions where
-    the model was made for chats: where it stops at a token that this template writes; else the format's."""
-    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER, OF_RESULT] = "assistant"
-    """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
-    show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Print this many rows as the model sees them, with what is learned in colour, and stop."""
-    max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Largest share of the rows that may be left out: malformed ones (with no output, say) and those whose prompt fills
-    the context, which are listed in rejected.jsonl; with more the run does not start."""
-    eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
-    """Share of the rows that is held out for evaluation."""
-    eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
-    """Rows for evaluation, named as in dataset: rows.jsonl, folder[test], owner/name[validation]. Several are measured
-    one by one, as in chat=chat.jsonl code=code.jsonl; the first one's loss decides which checkpoint is the best."""
-    eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Evaluate every this many optimizer steps; 0 evaluates only before and after training."""
-    early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """End the training after this many evaluations in a row without a lower loss; 0 is never. The adapter of the lowest
-    is in best/."""
-    sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """File of prompts, .jsonl or one in each line, that are answered at each evaluation; the answers are in
-    samples.jsonl."""
-    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER, OF_USER] = ()
-    """Tasks of lm-eval, by name or as YAML files, that the sharded model is measured on at each evaluation."""
 
     # == output ==
-    save_model: Annotated[bool, MAY_DIFFER] = True
-    """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off when only speed is
-    measured."""
     output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "output"
     """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
-    overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE, OF_USER] = False
-    """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
-    resumed anyway, unless resume is off."""
+    save_model: Annotated[bool, MAY_DIFFER] = True
+    """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off to measure speed only."""
+    save_every: Annotated[tuple[str, ...], SAVE_TIMES, MAY_DIFFER] = ("15m",)
+    """Minutes (15m) or optimizer steps (500) between two checkpoints, or both (500,15m); raise it for slow disks. One
+    is always saved at the end, at a stop, and after each evaluation that is the best so far; none saves no more."""
+    save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
+    """Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."""
+    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
+    """Copy of each checkpoint elsewhere: a folder on another disk or machine, a URL (s3://, gcs://, az://, sftp://),
+    hf:OWNER/NAME (a private repository; hf:OWNER/NAME:public allows a public one), or rclone:REMOTE:PATH. An empty
+    output_dir, as on a new machine, is filled from it."""
+    push_to_hub: Annotated[str | None, MAY_DIFFER, OF_USER] = None
+    """Repository on the Hugging Face hub, OWNER/NAME, to upload the result to at the end of the run or of its budget. A
+    new one is private, and a public one is refused, unless :public follows the name. output_dir has the result even if
+    the upload fails."""
     base_name: Annotated[str | None, MAY_DIFFER, OF_RESULT] = None
     """Name of the base model on the Hugging Face hub, OWNER/NAME, for the adapter's adapter_config.json and card; by
-    default model_name's, which loaders do not find if it is a local folder."""
-    push_to_hub: Annotated[str | None, MAY_DIFFER, OF_USER] = None
-    """Upload the result to this repository on the Hugging Face hub, OWNER/NAME, which is made if it is not there, at
-    the end of the run or of its budget; it is kept in output_dir even if the upload fails."""
-    push_public: Annotated[bool, MAY_DIFFER, OF_USER] = False
-    """Make a new repository of push_to_hub public, and let push_to_hub and mirror write to a public one; by default a
-    new one is private, and a public one is refused."""
-    log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = (
-        "tqdm",
-    )
-    """Where metrics go, one or more; metrics.jsonl and report.html in output_dir are always written. tensorboard writes
-    to tensorboard/ in output_dir. If only this or wandb is given, the terminal has a progress bar too; jsonl leaves it
-    silent."""
-    wandb: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """What the run is on wandb: project=, by default fsdp_qlora, name=, group= (of runs that belong together), and
-    entity=, the user or team that owns it."""
-    verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Print more at the start: memory by part, kernels, how weights were read, the structure of the model; in a dry run
-    all options too."""
-    dry_run: Annotated[bool, MAY_DIFFER] = False
-    """Build everything without weights, print the sizes, the memory per process and the steps, and stop; verbose
-    prints the options too."""
+    default model_name, which others cannot find if it is a local folder."""
+    log_to: Annotated[tuple[LogTo, ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
+    """Destinations of the metrics, besides metrics.jsonl and report.html in output_dir. tensorboard writes to
+    tensorboard/ in output_dir. wandb takes settings, as in wandb,project=mine,name=first: project, name, group (for
+    runs that belong together) and entity (the owner). Only jsonl leaves the terminal silent."""
+    eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
+    """Optimizer steps between two evaluations; 0 evaluates only before and after training."""
+    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER, OF_USER] = ()
+    """Tasks of lm-eval, by name or as YAML files, to measure the sharded model on at each evaluation."""
+    sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    """File of prompts, .jsonl or one in each line, to answer at each evaluation; samples.jsonl has the answers."""
 
-    # == never losing a run ==
+    # == run ==
     resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
-    """Where to start: auto resumes this run from its newest intact checkpoint in output_dir, off starts from scratch,
-    and the folder of a checkpoint or of another run of the same options and rows starts from there. To train an adapter
-    further, with other options or rows, give adapter instead."""
-    save_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Save a checkpoint every this many optimizer steps, besides save_minutes; 0 saves by the clock only. One is always
-    saved at the end, at a stop, and after each evaluation that is the best so far."""
-    save_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
-    """Save a checkpoint every this many minutes; raise it when all weights train and the disk is slow. 0 is never."""
-    save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
-    """How many of the newest checkpoints are kept, besides the one with the lowest evaluation loss."""
-    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
-    """Where each checkpoint is copied during training: a folder on another disk or machine, a URL (s3://, gcs://,
-    az://, sftp://), hf:OWNER/NAME (a private repository), or rclone:REMOTE:PATH. An empty output_dir, as on a new
-    machine, is filled from it."""
-    max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """Stop with a checkpoint before the run has taken this many hours, including its earlier starts."""
-    on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
-    """What to do when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10 steps or 1% at
-    most)."""
-    hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
-    """End the run when a process makes no progress for this long, and name the process; raise it when a micro-batch or
-    a checkpoint takes longer. 0 is never. Before training, a missing process is waited for 5 minutes at most."""
-
-    # == profiling ==
-    profile_memory: Annotated[bool, MAY_DIFFER] = False
-    """Log the memory in use after each phase of the start and after the first steps."""
+    """Start of the run: auto resumes the run in output_dir from its newest intact checkpoint, off starts from scratch,
+    and a folder starts from that checkpoint, or run of the same options and rows. auto:replace, off:replace and so on
+    replace a finished or another run in output_dir. To train an adapter with other options or rows, see adapter."""
+    nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
+    """Processes to start on this machine; -1 is one per visible GPU, or one on a CPU. world_size is the same."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
+    """Device of the computation; auto takes the visible GPUs, or the CPU of a machine without one. A dry run without a
+    GPU plans for one, unless this is cpu."""
+    dry_run: Annotated[bool, MAY_DIFFER] = False
+    """Print the sizes, the memory per process and the steps of the run without loading weights, and stop; verbose
+    prints the options too."""
+    verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
+    """Print more at the start: memory by part and after each phase, kernels, how weights were read, the structure of
+    the model; in a dry run all options too."""
     profile: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """Record optimizer steps with torch.profiler: the first and the last one, such as 10:12, and what else to record of
-    stack (source lines), shapes (of inputs) and memory (a timeline). Where the time went is printed, and written with
-    the traces to profiles/ in output_dir."""
+    """Optimizer steps to record with torch.profiler: the first and the last one, such as 10:12, and what else to record
+    of stack (source lines), shapes (of inputs) and memory (a timeline). The log has a summary of the time, and
+    profiles/ in output_dir the traces."""
+    max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
+    """Hours that the run may take, earlier starts included; it stops with a checkpoint before."""
+    hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
+    """Minutes without progress of a process after which the run ends and names it; raise it when a micro-batch, a
+    checkpoint or a reward function takes longer. 0 is never. A missing process is waited for 5 minutes at most."""
+    on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
+    """Action when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10 steps or 1% at
+    most)."""
 
     @property
     def kind(self) -> TrainType:
@@ -415,6 +378,16 @@ class TrainConfig:
     def keeps_start(self) -> bool:
         """Whether that reference is an adapter, which is kept once more, and not the base."""
         return self.has_reference_beside and (self.adapter is not None or self.init_lora_weights != "true")
+
+    @property
+    def shuffle_buffer(self) -> int:
+        """Rows that `streaming` shuffles together."""
+        return 10_000 if self.streaming is True else int(self.streaming)
+
+    @property
+    def start_from(self) -> str:
+        """Where `resume` starts: auto, off or a folder."""
+        return self.resume.removesuffix(REPLACE)
 
     @property
     def is_preview(self) -> bool:

@@ -5,23 +5,27 @@ with the name here; other_programs.yaml has the rows.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 import yaml
 
+from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import DEFAULTS, option_types
-from fsdp_qlora.config.text import SWITCH, number, value_text
+from fsdp_qlora.config.text import SWITCH, number, switch, value_text
+from fsdp_qlora.utils.files import PUBLIC
 
 _HINTS = option_types()
 
 
 class Setting(NamedTuple):
-    """One value from the YAML file or the command line, still as text."""
+    """One value from the YAML file, the command line or Python, still as text.
+
+    where: its place, for a message: `--lr`, or `run.yaml, line 3: lr`.
+    """
 
     where: str
-    """Its place, for a message: `--lr`, or `run.yaml, line 3: lr`."""
     name: str
     values: list[str]
 
@@ -33,60 +37,70 @@ class Setting(NamedTuple):
 class Older(NamedTuple):
     """The meaning of an older option now.
 
-    option: the one of now, "" if there is none. words: value then -> value now, "" for the default; if there are none,
-    write gives the value now from the value then and the texts of all options. reason: why there is none. unset: values
-    that mean the default, as the config.yaml of an earlier release has them; nothing is said then. replaces: whether it
-    wins over an option of the new name.
+    option: its name now, "" if there is none, for the reason. words: value then -> value now, "" for the default.
+    prefix: comes before the value now. write: returns the value now, or several options with theirs, from the value
+    then and the texts of all options. unset: values that were the default, of which nothing is said.
     """
 
     option: str = ""
     words: Mapping[str, str] = {}
-    write: Callable[[str, Mapping[str, str]], str] = lambda value, given: value
+    prefix: str = ""
+    write: Callable[[str, Mapping[str, str]], str | dict[str, str]] | None = None
     reason: str = ""
     unset: tuple[str, ...] = ("none",)
-    replaces: bool = False
 
-    def value(self, text: str, given: Mapping[str, str] = {}) -> str:
-        """The value now. Raises ValueError if the older option does not have this value."""
+    def now(self, text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
+        """The options now. Raises ValueError if the older option does not have this value."""
+        if self.write:
+            return value if isinstance(value := self.write(text, given), dict) else {self.option: value}
         if not self.words:
-            return self.write(text, given)
+            return {self.option: self.prefix + (text.replace(",", " ") if self.prefix else text)}
         word = str(SWITCH.get(text.lower(), text)).lower()
         if word not in self.words:
             raise ValueError(f"expected {' or '.join(self.words)}, got {text!r}")
-        return self.words[word]
+        return {self.option: self.words[word]}
 
 
-def translate(settings: Iterable[Setting], errors: list[str], notes: list[str]) -> list[Setting]:
-    """The settings with older names replaced by what they mean now; adds to `errors` and, a line each, to `notes`."""
-    settings = list(settings)
-    found = [one for one in settings if not is_older(one)]
-    older = {one.name: one for one in settings if is_older(one)}
-    given = {one.name: one.text for one in found}
-    translated: dict[str, Setting] = {}
+def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) -> list[Setting]:
+    """Replace older names by what they mean now; adds to `errors` and, a line each, to `notes`.
+
+    A list gets the words of both names. Otherwise an option is given by one name, and a flag wins over the file.
+    """
+    options = {setting.name: setting for setting in settings if not is_older(setting)}
+    older = {setting.name: setting for setting in settings if is_older(setting)}
     for name in [name for name in OLDER if name in older]:
-        (where, _, _), row, text = older[name], OLDER[name], older[name].text
-        if text.lower() in row.unset:
+        setting, row = older[name], OLDER[name]
+        if setting.text.lower() in row.unset:
             continue
         if not row.option:
             notes.append(f"--{name} is no longer needed: {row.reason}.")
             continue
         try:
-            now = row.value(text, {other: one.text for other, one in older.items()} | given)
+            now = row.now(setting.text, {other: one.text for other, one in (older | options).items()})
         except ValueError as error:
-            errors.append(f"{where}: {error}.")
+            errors.append(f"{setting.where}: {error}.")
             continue
-        if not now:
-            continue
-        before = given.get(row.option, "")
-        adds = get_origin(_HINTS[row.option]) is tuple
-        if before not in ("", value_text(getattr(DEFAULTS, row.option))) and not (adds or row.replaces):
-            errors.append(f"{where} is the older name of {row.option}, which is given too. Give one.")
-        notes.append(f"--{name} is now --{row.option} {now}.")
-        values = [before, now] if adds and before else [now]
-        translated[row.option] = Setting(f"{where}, now {row.option}", row.option, values)
-        given[row.option] = translated[row.option].text
+        for option, value in now.items():
+            before = options.get(option)
+            if not value or (before and _is_in_file(setting) and not _is_in_file(before)):
+                continue
+            adds = get_origin(_HINTS[option]) is tuple and not row.write
+            is_free = not before or before.text in ("", value_text(getattr(DEFAULTS, option)))
+            if before and _is_in_file(before) == _is_in_file(setting) and not (adds or row.write or is_free):
+                errors.append(f"{setting.where} is the older name of {option}, which is given too. Give one.")
+            notes.append(f"--{name} is now --{option} {value}.")
+            values = [before.text, value] if before and before.text and adds else [value]
+            options[option] = Setting(f"{setting.where}, now {option}", option, values)
     # Without steps to record, the other words of a profile did nothing.
-    return found + [one for one in translated.values() if one.name != "profile" or ":" in one.text]
+    profile = options.get("profile")
+    if profile and ", now " in profile.where and ":" not in profile.text:
+        del options["profile"]
+    unread = [setting for setting in settings if not is_older(setting) and setting != options.get(setting.name)]
+    return [*unread, *options.values()]
+
+
+def _is_in_file(setting: Setting) -> bool:
+    return ", line " in setting.where
 
 
 def is_older(setting: Setting) -> bool:
@@ -94,62 +108,67 @@ def is_older(setting: Setting) -> bool:
     return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
 
 
-def _hours(value: str, given: Mapping[str, str]) -> str:
-    """The hours that cost `value` US dollars, or --max_hours if that is less."""
-    if (price := number(float, given.get("price_per_hour", "0"))) <= 0:
-        raise ValueError("it is reached at --price_per_hour, which is not given")
-    hours = number(float, value) / price
-    return f"{min(hours, number(float, given.get('max_hours', str(hours)))):.6g}"
+def _save_every(value: str, given: Mapping[str, str]) -> str:
+    steps, minutes = number(int, given.get("save_steps", "0")), number(float, given.get("save_minutes", "15"))
+    words = [str(steps)] * (steps != 0) + [f"{minutes:g}m"] * (minutes != 0)
+    return ",".join(words) or "none"
 
 
-def _pair_of_wandb(name: str) -> Older:
-    return Older("wandb", write=lambda value, given: f"{name}={value}")
+def _kto_weights(value: str, given: Mapping[str, str]) -> str:
+    return f"{given.get('desirable_weight', '1')},{given.get('undesirable_weight', '1')}"
 
 
-def _profile_word(word: str) -> Older:
-    return Older("profile", {"true": word, "false": ""})
+def _public(value: str, given: Mapping[str, str]) -> dict[str, str]:
+    names = {"push_to_hub": given.get("push_to_hub", "none"), "mirror": given.get("mirror", "none")}
+    is_on_hub = {"push_to_hub": names["push_to_hub"] != "none", "mirror": names["mirror"].startswith("hf:")}
+    public = {option: name + PUBLIC for option, name in names.items() if is_on_hub[option]}
+    if switch(value) and not public:
+        raise ValueError("it says how --push_to_hub uploads: give that too")
+    return public if switch(value) else {}
 
 
-_RANGE = "--profile FIRST:LAST names the steps to record"
-# In this order: of two that mean the same option, the later one replaces.
+def _streaming(value: str, given: Mapping[str, str]) -> str:
+    if given.get("streaming", "false").lower() == "false":
+        raise ValueError("it is for --streaming true; otherwise all rows are shuffled together")
+    return value
+
+
+# In this order: of two that mean the same option, the later one sees the earlier one's value.
 OLDER: dict[str, Older] = {
-    "low_memory": Older(reason="weights are always streamed from the files, and no process holds more than its shard"),
-    "no_sync": Older(reason="gradients are reduced once per optimizer step where memory allows"),
-    "reentrant_checkpointing": Older(reason="activation checkpointing is always non-reentrant"),
-    "loading_workers": Older(reason="reading runs ahead of quantizing by loading_buffer_mib"),
-    "master_addr": Older(reason="the processes of one machine meet at localhost", unset=("localhost",)),
-    "master_port": Older(reason="the processes of one machine meet at a free port", unset=("0",)),
-    "quant_storage": Older(reason="packed weights are always stored in the compute dtype", unset=("none", "auto")),
+    "loading_buffer_mib": Older(reason="FSDP_QLORA_LOADING_BUFFER_MIB in the environment sets it", unset=("128",)),
     "use_gradient_checkpointing": Older("recompute", {"true": "all", "false": "none"}),
-    "llama_pro_path": Older("model_name", replaces=True),
-    "on_bad_row": Older("max_bad_rows", {"skip": "", "error": "0"}, replaces=True),
-    "padding": Older("batching", {"true": "padded", "false": ""}),
-    "packing": Older("batching", {"true": "packed", "false": ""}),
-    "warmup_ratio": Older("warmup", write=lambda value, given: str(number(float, value)), unset=("none", "0.03")),
-    "warmup_steps": Older("warmup", unset=("none", "-1"), replaces=True),
+    "use_activation_cpu_offload": Older("recompute", write=lambda value, given: "offload" if switch(value) else ""),
+    "world_size": Older("nproc_per_node", unset=("none", "-1")),
+    "llama_pro_path": Older("model_name", write=lambda value, given: value),
+    "warmup_steps": Older("warmup", unset=("none", "-1")),
     "apply_gradient_clipping": Older("grad_norm", {"true": "", "false": "0"}),
-    "max_cost_usd": Older("max_hours", write=_hours, replaces=True),
-    "price_per_hour": Older(reason="max_hours limits the run"),
-    "project_name": _pair_of_wandb("project")._replace(unset=("none", "fsdp_qlora")),
-    "name": _pair_of_wandb("name"),
-    "group": _pair_of_wandb("group"),
-    "entity": _pair_of_wandb("entity"),
+    "shuffle_buffer": Older("streaming", write=_streaming, unset=("none", "10000")),
+    "desirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
+    "undesirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
+    "epsilon_high": Older("epsilon", write=lambda value, given: f"{given.get('epsilon', '0.2')},{value}"),
+    "correct_mismatch": Older(reason="with --rollout_url the mismatch is always corrected", unset=("none", "false")),
+    "reward_timeout": Older(reason="hang_minutes limits a reward function", unset=("none", "60", "60.0")),
+    "save_steps": Older("save_every", write=_save_every, unset=("none", "0")),
+    "save_minutes": Older("save_every", write=_save_every, unset=("none", "15", "15.0")),
+    "overwrite_output_dir": Older(
+        "resume", write=lambda value, given: given.get("resume", "auto") + REPLACE if switch(value) else ""
+    ),
+    "push_public": Older("push_to_hub", write=_public, unset=("none", "false")),
+    "wandb": Older("log_to"),
+    "project_name": Older("log_to", prefix="project=", unset=("none", "fsdp_qlora")),
+    "name": Older("log_to", prefix="name="),
+    "group": Older("log_to", prefix="group="),
+    "entity": Older("log_to", prefix="entity="),
+    "profile_memory": Older("verbose", {"true": "true", "false": ""}),
     # A profile of steps that repeats is the first of them now; "profile" itself was a switch.
     "profile": Older("profile", {"true": "9:10", "false": ""}, unset=("false", "none")),
-    "with_stack": _profile_word("stack"),
-    "with_shapes": _profile_word("shapes"),
-    "export_memory_timeline": _profile_word("memory"),
-    "export_trace": Older(reason="a trace is always written", unset=("true",)),
-    "profiling_output": Older(reason="profiles are written to profiles/ in output_dir", unset=("profiles",)),
-    "wait_steps": Older(reason=_RANGE, unset=("0",)),
-    "profiling_warmup_steps": Older(reason=_RANGE, unset=("1",)),
-    "active_steps": Older(reason=_RANGE, unset=("2",)),
-    "repeat": Older(reason=_RANGE, unset=("0",)),
-    "profiling_frequency": Older(reason=_RANGE, unset=("10",)),
+    "with_stack": Older("profile", {"true": "stack", "false": ""}),
+    "with_shapes": Older("profile", {"true": "shapes", "false": ""}),
+    "export_memory_timeline": Older("profile", {"true": "memory", "false": ""}),
 }
 
 
-# --- other programs ---
+# --- tables of other_programs.yaml ---
 
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("other_programs.yaml").read_text(encoding="utf-8")
@@ -161,6 +180,9 @@ _VALUES_OF: dict[str, dict[str, str]] = {
 }
 
 
+OLDER |= {name: Older(reason=reason) for reason, names in _TABLES["needless"].items() for name in names.split()}
+
+
 class Advice(NamedTuple):
     """option: the one here. value: its value, "" if it is the same as there. reason: why there is no option instead."""
 
@@ -169,20 +191,21 @@ class Advice(NamedTuple):
     reason: str = ""
 
 
-def advise(name: str, value: str = "") -> Advice | None:
+def advise(name: str, value: str = "", *, older: bool = False) -> Advice | None:
     """Find the option here that another program's option is; None if it is not known.
 
     Args:
-        value: as it is given there; "" if it is given without one.
+        value: as it is given there; "" if it is given without one. older: the option may be one of OLDER.
     """
     if name in _NOT_HERE:
         return Advice(reason=_NOT_HERE[name])
-    option, found = OTHER_NAMES.get(name, ""), _VALUES_OF.get(name, {}).get((value or "true").lower())
-    if older := OLDER.get(option or name):
-        if not (option := older.option):
-            return Advice(reason=older.reason)
+    option = OTHER_NAMES.get(name, name if name in OLDER else "")
+    here = _VALUES_OF.get(name, {}).get((value or "true").lower())
+    if option in OLDER and not older:
+        if OLDER[option].reason:
+            return Advice(reason=OLDER[option].reason)
         with contextlib.suppress(ValueError):
-            found = older.value(value)
+            option, here = next(iter(OLDER[option].now(here or value).items()), (option, ""))
     if not option:
         return None
-    return Advice(reason="that is the default here") if found == "" else Advice(option, found or "")
+    return Advice(reason="that is the default here") if here == "" else Advice(option, here or "")

@@ -31,6 +31,13 @@ def number(kind: type, text: str) -> Any:
         raise ValueError(f"expected {'a whole number' if kind is int else 'a number'}, got {text!r}") from None
 
 
+def switch(text: str) -> bool:
+    """Whether a switch is on. Raises ValueError if it is no word for one."""
+    if text.lower() not in SWITCH:
+        raise ValueError(f"expected true or false, got {text!r}")
+    return SWITCH[text.lower()]
+
+
 # --- help ---
 
 

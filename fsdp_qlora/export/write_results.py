@@ -30,7 +30,7 @@ from fsdp_qlora.export.card import Base, documents, training_record
 from fsdp_qlora.model.adapters.first_values import LiveValues, Values
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
-from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.files import PUBLIC, read_json
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, hub_reason
 from fsdp_qlora.utils.redact import redact
 from fsdp_qlora.utils.run_files import BEST, CARD, CHECKPOINTS, RESULT
@@ -158,20 +158,20 @@ def check_uploads(config: TrainConfig) -> None:
         RankError: as `check_repository`.
     """
     if config.push_to_hub:
-        check_repository("--push_to_hub", config.push_to_hub, may_be_public=config.push_public)
+        check_repository("--push_to_hub", config.push_to_hub)
     if config.mirror and config.mirror.startswith("hf:"):
-        name = config.mirror.removeprefix("hf:").removeprefix("//")
-        check_repository("--mirror hf:", name, may_be_public=config.push_public)
+        check_repository("--mirror hf:", config.mirror.removeprefix("hf:").removeprefix("//"))
 
 
-def check_repository(option: str, repo: str, *, may_be_public: bool) -> None:
-    """Refuse a repository on the hub that this login cannot write to, or that everybody can read.
+def check_repository(option: str, target: str) -> None:
+    """Refuse a repository on the hub that this login cannot write to, or that everybody can read without :public.
 
     A hub that does not answer now may do so at the end, so that is only a warning.
 
     Raises:
         RankError: there is no login, it has no right to write there, or the repository is public.
     """
+    repo, may_be_public = target.removesuffix(PUBLIC), target.endswith(PUBLIC)
     if get_token() is None:
         raise RankError(
             f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or set HF_TOKEN."
@@ -196,38 +196,39 @@ def check_repository(option: str, repo: str, *, may_be_public: bool) -> None:
             "a token that may write."
         )
     if is_public and not may_be_public:
-        raise RankError(f"{option} {repo} is public. Give a private one, or --push_public true.")
+        raise RankError(f"{option} {repo} is public. Give a private one, or {repo}{PUBLIC}.")
 
 
-def upload(folder: Path, repo: str, *, public: bool) -> str | None:
+def upload(folder: Path, target: str) -> str | None:
     """Upload a result's files, and those of best/ in it, in one commit.
 
     Args:
-        public: whether a new repository is made public, and an old one may be.
+        target: OWNER/NAME; with :public behind it a new repository is made public, and an old one may be.
     Returns:
         None, or in a sentence why it could not be done.
     """
+    repo = target.removesuffix(PUBLIC)
     try:
-        check_repository("--push_to_hub", repo, may_be_public=public)
-        HfApi().create_repo(repo, private=not public, exist_ok=True)
+        check_repository("--push_to_hub", target)
+        HfApi().create_repo(repo, private=repo == target, exist_ok=True)
         operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
         HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = str(error) if isinstance(error, UserError) else f"{first_line(error)}."
         return redact(
             f"The upload to {repo} failed: {reason} The result is in {folder}. `fsdp-qlora export RUN --out DIR "
-            f"--push_to_hub {repo}` uploads it without training again."
+            f"--push_to_hub {target}` uploads it without training again."
         )
     log.info("Uploaded to the hub: %s (%d files)", repo, len(operations))
     return None
 
 
-def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -> None:
+def push_result(folder: Path, target: str | None, ranks: Ranks) -> None:
     """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
-    if repo is None:
+    if target is None:
         return
     with raise_on_all_ranks(TrainingError, ranks.device):
-        if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
+        if ranks.is_rank_0 and (failure := upload(folder, target)):
             log.warning(failure)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink
 from fsdp_qlora.observability.wandb_sink import WandbSink
 from fsdp_qlora.utils.errors import UserError
@@ -65,12 +66,13 @@ class MetricLog:
             self._recent.append(seconds)
         elif self._has_evaluated:
             self._evaluation_seconds = max(0.0, time.monotonic() - self._opened - seconds)
+        save_steps, minutes = save_times(self._config.get("save_every", ()))
         evaluations, saves = (
             -(-self._total_steps // every) - record["step"] // every if every else 1
-            for every in (self._config.get("eval_steps"), self._config.get("save_steps"))
+            for every in (self._config.get("eval_steps"), save_steps)
         )
         steps_seconds = num_left * sum(self._recent) / len(self._recent) if self._recent else None
-        if steps_seconds and (minutes := self._config.get("save_minutes")):
+        if steps_seconds and minutes:
             saves += int(steps_seconds / 60 / minutes)
         others = evaluations * self._evaluation_seconds + saves * self.save_seconds
         eta_seconds = None if steps_seconds is None else steps_seconds + others
@@ -118,7 +120,7 @@ class MetricLog:
 
 def refuse_sinks(names: Sequence[str]) -> None:
     """Raise UserError if a sink in `log_to` cannot be used here, before anything is loaded."""
-    if problems := [problem for name in names if (problem := SINKS[name].problem())]:
+    if problems := [problem for name in names if name in SINKS and (problem := SINKS[name].problem())]:
         raise UserError("\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems))
 
 
@@ -132,6 +134,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
         return MetricLog([], options)
     options.output_dir.mkdir(parents=True, exist_ok=True)
     # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
+    sinks = [word for word in sinks if word in SINKS]  # others are settings of wandb
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     opened = [SINKS[sink](options) for sink in names]
     return MetricLog(opened, options)

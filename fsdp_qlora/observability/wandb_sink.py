@@ -13,7 +13,6 @@ from typing import Any
 
 from packaging.version import Version
 
-from fsdp_qlora.config.conflicts import wandb_settings
 from fsdp_qlora.distributed.supervision.clock import within
 from fsdp_qlora.observability.sinks import QueuedSink, SinkOptions, named_numbers, reason
 from fsdp_qlora.utils.errors import UserError
@@ -97,7 +96,10 @@ def online_mode() -> Any:
 def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     import wandb
 
-    named: dict[str, Any] = {"project": "fsdp_qlora", **(wandb_settings(options.config["wandb"]) or {})}
+    named: dict[str, Any] = {
+        "project": "fsdp_qlora",
+        **dict(word.split("=", 1) for word in options.config["log_to"] if "=" in word),
+    }
     settings = wandb.Settings(
         silent=True,  # we print the important line
         console="off",  # capturing the terminal would break the progress bar and could upload secrets

@@ -36,7 +36,7 @@ def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int,
         raise (OutOfMemory if is_held else UserError)(
             f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
             f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
-            "--use_cpu_offload false, a smaller --loading_buffer_mib or a smaller model need less."
+            "--use_cpu_offload false or a smaller model need less."
         )
 
 

@@ -162,8 +162,6 @@ def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
             rows = f"{each.request.num_gpus} x {each.rows} rows per step"
             yield f"  {_speed_text(each)}, {rows}, {margin}"
             yield f"    {words}"
-            if each.config.use_activation_cpu_offload:
-                yield "    use_activation_cpu_offload true"
             if each.config.context_size > 1:
                 yield f"    context_parallel_size {each.config.context_size}"
 

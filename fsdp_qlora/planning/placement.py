@@ -18,8 +18,10 @@ from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.planning.plan import Machine, ModelPlan, context_blocker, sizes_that_divide_heads
+from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import bytes_of_variable
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,8 @@ def _placed(
         num_tokens=-(-lengths.num_computed // config.context_size),
         recomputing=blocks_to_recompute(config, plan),
         has_micro_batches=config.gradient_accumulation_steps > 1,
-        offloads_activations=config.use_activation_cpu_offload,
-        buffer_bytes=config.loading_buffer_mib * 2**20,
+        offloads_activations=config.recompute == "offload",
+        buffer_bytes=bytes_of_variable(BUFFER),
         on_gpu=machine.device.type == "cuda",
         passes=1 + config.has_reference_beside,
         image_values=lengths.image_values,

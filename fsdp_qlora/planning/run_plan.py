@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.run_folder import is_finished
+from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
@@ -143,15 +144,17 @@ def _recorded_context(config: TrainConfig) -> int | None:
 
     What may be another run, to be replaced or not to be touched, counts if it is unfinished and of the same --dataset.
     """
-    continues = config.resume == "auto"
-    folder = Path(config.output_dir if continues else config.resume).expanduser()
+    continues = config.start_from == "auto"
+    folder = Path(config.output_dir if continues else config.start_from).expanduser()
     record = read_json(folder / RUN) or read_json(folder / STATE).get("about", {})
     if not record and continues and config.mirror:
         with contextlib.suppress(OSError):  # said when the run resumes
             record = open_store(config.mirror).run()
     options = record.get("options", {})
     is_other = continues and (is_finished(folder) or options.get("dataset") != list(config.dataset))
-    found = None if is_other and (config.overwrite_output_dir or config.is_preview) else options.get("context_length")
+    found = (
+        None if is_other and (config.resume.endswith(REPLACE) or config.is_preview) else options.get("context_length")
+    )
     return found if isinstance(found, int) else None
 
 
@@ -161,7 +164,7 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
     options = config.pick(DataOptions, image_processor=ImageProcessor.find(folder, config.model_name))
-    continued = config.output_dir if config.resume == "auto" else config.resume
+    continued = config.output_dir if config.start_from == "auto" else config.start_from
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
     own = [each for each in records if each.get("options", {}).get("model_name") in (None, config.model_name)]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.checkpoint.run_folder import read_run
+from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.rows import Lengths
@@ -39,7 +40,7 @@ log = logging.getLogger("fsdp_qlora")
 _FEW_ROWS, _FEW_TOKENS = 16, 2**15  # in a micro-batch; more save little time
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
 # What --auto chooses: always, with the rows per step as they are; and where it is auto.
-_ALWAYS = ("batch_size", "gradient_accumulation_steps", "use_activation_cpu_offload")
+_ALWAYS = ("batch_size", "gradient_accumulation_steps")
 _CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
 _OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen where the first is auto
 
@@ -207,7 +208,7 @@ class Planner:
         rows = config.batch_size * config.gradient_accumulation_steps
         few: dict[str, Any] = {"batch_size": 1, "gradient_accumulation_steps": rows}
         offloads: dict[str, Any] = {"use_cpu_offload": True, "sharding_strategy": "full_shard"}
-        inputs = {"use_activation_cpu_offload": True}
+        inputs = {"recompute": "offload"}
         options: list[dict[str, Any]] = [{}, few, offloads, few | offloads]
         if config.context_parallel_size == 1 and config.batching != "padded":
             sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[1:]
@@ -216,7 +217,7 @@ class Planner:
         options += [few | inputs, few | offloads | inputs]
         if config.longest_row > 512:
             options += [options[-1] | {"context_length": config.longest_row // 2}]
-        found = (self.planned(**each, recompute="all") for each in options)
+        found = (self.planned(**{"recompute": "all"} | each) for each in options)
         return (each for each in found if each.fits)
 
     # --- the fastest settings ---
@@ -233,8 +234,8 @@ class Planner:
                 that are gathered or come from the host do so once for all rows of a micro-batch.
         """
         found = [each for changes in self._micro_batches() for each in self._places(changes)]
-        if not any(each.fits_with_margin for each in found) and self.config.recompute not in ("none", 0):
-            inputs = {"use_activation_cpu_offload": True}
+        if not any(each.fits_with_margin for each in found) and self.config.recompute in ("auto", "all"):
+            inputs = {"recompute": "offload"}
             found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
         found, rows = _by_speed(found), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
         while rows <= self._most_rows and not keeps_rows:
@@ -267,9 +268,8 @@ class Planner:
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
         config, blocks = self.config, self._size.blocks
-        offloads = changes.get("use_activation_cpu_offload", config.use_activation_cpu_offload)
-        leaves_open = config.recompute == "auto" and not offloads
-        recompute = ["none", *range(1, blocks), "all"] if leaves_open else [config.recompute]
+        asked = changes.get("recompute", config.recompute)
+        recompute = ["none", *range(1, blocks), "all"] if asked == "auto" else [asked]
         places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():
             placed = {**changes, **chosen.options}
@@ -341,6 +341,8 @@ def choose_settings(
         planner = Planner(config, request, model, data)
         best = planner.fastest()[0] if config.auto else planner.as_asked()
         chosen = {name: getattr(best.config, name) for name in names}
+        if config.auto and best.config.recompute == "offload":
+            chosen["recompute"] = best.config.recompute
     if store is not None:
         chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
     asked = "--auto" if config.auto else "--context_parallel_size auto"
@@ -351,9 +353,9 @@ def choose_settings(
 def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """The settings of the run in output_dir that --auto chose for as many ranks; none if there is no such run."""
     folder = Path(config.output_dir).expanduser()
-    run = {} if config.resume != "auto" or config.overwrite_output_dir else read_run(folder)
-    then = run.get("options", {})
-    if not then.get("auto") or run["world_size"] != world_size:
+    run = {} if config.resume != "auto" else read_run(folder)
+    then = current_options(run.get("options", {}))
+    if not then["auto"] or run["world_size"] != world_size:
         return {}
-    names = [name for name in dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)) if name in then]
+    names = [*dict.fromkeys((*_CHOSEN, *_OF_CONTEXT)), *["recompute"] * (then["recompute"] == "offload")]
     return {name: then[name] for name in names if name in _ALWAYS or getattr(config, name) == "auto"}

@@ -41,7 +41,7 @@ from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
-from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
+from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
@@ -54,6 +54,7 @@ from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import bytes_of_variable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -80,7 +81,7 @@ def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks
     """
     plan = placed.model
     model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
-    wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.use_activation_cpu_offload)
+    wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.recompute == "offload")
     parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)
@@ -110,7 +111,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         model,
         mesh=mesh,
         device=ranks.device,
-        max_bytes_in_flight=config.loading_buffer_mib * 2**20,
+        max_bytes_in_flight=bytes_of_variable(BUFFER),
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.packed else quantized_layers(model)

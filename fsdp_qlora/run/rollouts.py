@@ -33,11 +33,12 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     if not isinstance(plan.data, PromptData):
         return plan.data.source
     stops = stops_of(plan.model.tokenizer, trainer.model, plan.data.provenance["prompt"])
-    looks_back = config.num_iterations > 1 or config.correct_mismatch
+    seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
+    looks_back = config.num_iterations > 1 or config.rollout_url
     return Rollouts(
         plan.data,
         open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
-        Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.reward_timeout),
+        Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
         RolloutFile(folder),
         trainer.ranks,
         trainer.control,
@@ -54,9 +55,8 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
     if config.rollout_url:
         assert adapter is not None
         values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
-        patience = 60 * config.hang_minutes or 1e7  # seconds; 0 is no limit
         return ServerEngine(
-            Server(config.rollout_url, (config.model_name, config.base_name), patience),
+            Server(config.rollout_url, (config.model_name, config.base_name), 60 * config.hang_minutes or 1e7),
             lambda folder: save_adapter(model, adapter, None, folder, values=values),
             adapters,
             trainer.ranks,
@@ -64,7 +64,6 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
             stops,
             options,
             vocab_size=model.get_input_embeddings().num_embeddings,
-            with_logps=config.correct_mismatch,
         )
     assert generation is not None
     return EmbeddedEngine(

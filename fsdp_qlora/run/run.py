@@ -22,7 +22,7 @@ from fsdp_qlora.checkpoint.result import result_error
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import StartRequest, is_finished
 from fsdp_qlora.checkpoint.train_state import TrainState
-from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
+from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, REPLACE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.data.batches.schedule import RowsInMemory
@@ -185,11 +185,11 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
             if config.save_model:
                 leave_result(form, folder, ranks)
             if isinstance(error, RunStopped) and error.ending.state == "over_budget":
-                push_result(folder, config.push_to_hub, ranks, public=config.push_public)
+                push_result(folder, config.push_to_hub, ranks)
             raise
         if config.save_model:
             save_result(form, ranks, folder, about=identity, progress=progress)
-        push_result(folder, config.push_to_hub, ranks, public=config.push_public)
+        push_result(folder, config.push_to_hub, ranks)
         recorder.metrics.summary(progress.summary())
     seconds = clock.elapsed() - guard.started
     log.info(describe_result(progress.summary(), folder, seconds, saved=config.save_model))
@@ -216,7 +216,7 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
     rows = RowsInMemory(plan.data.train, plan.data.train_rows)
-    if config.recompute != "auto" or config.use_activation_cpu_offload:
+    if config.recompute != "auto":
         trainer.try_longest(rows)
     elif start.failed_starts:
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
@@ -236,12 +236,12 @@ def memory_settings(config: TrainConfig, placed: PlacedModel, ranks: Ranks) -> s
     if ranks.local_world_size % (2 * config.context_size) == 0 and config.batching != "padded":
         settings.append(f"--context_parallel_size {2 * config.context_size}")
     settings.append("a smaller --context_length")
-    if config.recompute != "all" and not (config.recompute == "auto" and ranks.device.type == "cpu"):
+    if config.recompute not in ("all", "offload") and not (config.recompute == "auto" and ranks.device.type == "cpu"):
         settings.append("--recompute all")
     if config.sharding_strategy == "ddp":
         settings.append("--sharding_strategy full_shard")
-    if not config.use_activation_cpu_offload:
-        settings.append("--use_activation_cpu_offload true")
+    if config.recompute != "offload":
+        settings.append("--recompute offload")
     if config.use_cpu_offload is not True:
         settings.append("--use_cpu_offload true")
     return f"{', '.join(settings)}, or more GPUs"
@@ -286,8 +286,8 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
         options=resolved_options(config),
         may_differ=names_marked(MAY_DIFFER),
         world_size=ranks.world_size,
-        resume=config.resume,
-        overwrite=config.overwrite_output_dir,
+        resume=config.start_from,
+        overwrite=config.resume.endswith(REPLACE),
         is_unattended=restarts.is_unattended(),
     )
 

@@ -13,6 +13,7 @@ from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import Status
 from fsdp_qlora.checkpoint.saving import Saver
 from fsdp_qlora.checkpoint.train_state import TrainState
+from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.supervision import exits
@@ -26,7 +27,7 @@ from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.training.generation.generate import Samples
 
-_MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
+_MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 times --save_every if that is longer
 
 
 class Extras(NamedTuple):
@@ -50,7 +51,7 @@ class Guard:
 
     Attributes:
         control: the trainer's requests to stop or save, and its heartbeat.
-        facts, memory: the records for the report and --profile_memory, from the start on.
+        facts, memory: the records for the report and --verbose, from the start on.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Guard:
         self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
         self.started, self.presence, self.memory_settings = started, presence, memory_settings
         is_rank_0 = self.ranks.is_rank_0
+        self.save_steps, self.save_minutes = save_times(config.save_every)
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
         budget.check()
         self.control = Control(
-            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=started, signals=signals
+            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * self.save_minutes, started=started, signals=signals
         )
         self.control.heartbeat.step = start.step
         self.status = Status(
@@ -99,7 +101,7 @@ class Guard:
         )
         self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=started, step=start.step)
         self.facts.mark("planning")
-        self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
+        self.memory = MemoryLog(self.ranks.device, enabled=config.verbose)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -129,7 +131,7 @@ class Guard:
             identity=identity,
             save_total_limit=config.save_total_limit,
             saved_step=self.start.saved_step,
-            max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
+            max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * self.save_minutes),
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         self.control.signals.is_starting = False
@@ -207,7 +209,7 @@ class Recorder:
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:
-        every = self.config.save_steps
+        every = self.guard.save_steps
         return self.config.save_model and every > 0 and step % every == 0
 
     def save(self, progress: Progress, *, wait: bool = True) -> None:

@@ -171,7 +171,7 @@ class Policy(TokenMean):
     def _metric_names(self) -> Iterator[str]:
         yield from ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
         yield from ["kl"] * (self.settings.beta > 0)
-        yield from ["sampling/importance_sampling_ratio/mean"] * self.settings.correct_mismatch
+        yield from ["sampling/importance_sampling_ratio/mean"] * bool(self.settings.rollout_url)
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
         num_targets, num_rows = batches.num_targets, len(batches.rows)
@@ -186,7 +186,7 @@ class Policy(TokenMean):
             logps,
             old_logps=answers.get("old_logps", logps.detach()),
             reference=-reference[0].detach() if reference else None,
-            sampled_logps=answers.get("sampled_logps", logps.detach()) if settings.correct_mismatch else None,
+            sampled_logps=answers.get("sampled_logps", logps.detach()) if settings.rollout_url else None,
             advantages=answers.get("advantages", torch.zeros_like(entropy)),
         )
         assert self.row.token_loss is not None

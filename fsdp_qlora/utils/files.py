@@ -167,6 +167,14 @@ def cache_folder() -> Path:
 # --- identifying a file's content without reading all of it ---
 
 
+def bytes_of_variable(name: str) -> int:
+    """The bytes that an environment variable gives in MiB, by default 128."""
+    try:
+        return int(float(os.environ.get(name, "128")) * 2**20)
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{name} is {os.environ[name]!r}. Give a number of MiB.") from error
+
+
 def fingerprint_files(files: Iterable[Path]) -> str:
     """A hash of the files' names, sizes, beginnings and samples of their content.
 
@@ -211,13 +219,16 @@ def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> 
 # Messages do not quote a refused value: it may contain a password.
 
 
+PUBLIC = ":public"  # behind the name of a repository that everybody may read
+
+
 def mirror_error(target: str) -> str | None:
     """Explain what is wrong with the value of --mirror; None if it can be used."""
     kind, _, rest = target.partition(":")
     if kind == "rclone":
         return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
     if kind == "hf":
-        is_valid = is_repository(rest.removeprefix("//"))
+        is_valid = is_repository(rest.removeprefix("//").removesuffix(PUBLIC))
         return None if is_valid else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
     return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
 

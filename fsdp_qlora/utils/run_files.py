@@ -7,7 +7,7 @@ ADAPTERS = "rollout_adapters"  # the last adapters that a rollout server has loa
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # the completions of a GRPO run
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
-# Files that a run leaves in its folder. --overwrite_output_dir removes only these.
+# Files that a run leaves in its folder. --resume auto:replace removes only these.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",

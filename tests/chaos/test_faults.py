@@ -107,7 +107,7 @@ def lose_numbers(*steps: int) -> None:
 
 
 def test_nan_on_one_rank_stops_all_before_the_update(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=0)
+    options = reference.same_but(tmp_path / "out", save_every="none")
     for log in finish(options, tmp_path / "logs0", [1, 1], fault=partial(lose_numbers, 5)).logs:
         assert "error: Step 6: the loss is not finite" in log.read_text() and "Traceback" not in log.read_text()
     assert status(tmp_path / "out")["state"] == "failed" and status(tmp_path / "out")["saved_step"] == 5
@@ -146,7 +146,7 @@ def spoil_parameter() -> None:
 
 
 def test_an_adapter_that_is_not_finite_is_never_saved(reference: Reference, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=1, max_steps=3)
+    options = reference.same_but(tmp_path / "out", save_every=1, max_steps=3)
     text = run(options, tmp_path / "logs", [1, 1], fault=spoil_parameter)
     assert "has values that are not finite, so nothing is saved" in text
     assert list(checkpoint.published(tmp_path / "out" / "checkpoints")) == [1, 2]
@@ -264,14 +264,14 @@ ENDS = {
         [1, 1],
         {0: "error: .*CUDA out of memory"},
         "out_of_memory",
-        {"save_steps": 1},
+        {"save_every": 1},
     ),
     "a bug, and a slow mirror": End(
         partial(while_the_mirror_is_slow, KeyError, "nobody foresaw this"),
         [1, 1],
         {0: r"(?s)Traceback.*error: .*nobody foresaw this"},
         "failed",
-        {"save_steps": 1},
+        {"save_every": 1},
     ),
     "a library crashes": End(
         partial(at_step, 2, partial(signal.raise_signal, signal.SIGSEGV), 1, during="_loss"),
@@ -317,7 +317,7 @@ def skip_exchange() -> None:
 
 
 def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out", hang_minutes=0.05, save_steps=1, eval_fraction=0, eval_steps=0)
+    options = reference.same_but(tmp_path / "out", hang_minutes=0.05, save_every=1, eval_fraction=0, eval_steps=0)
     with ended(Job(options, tmp_path / "logs", fault=skip_exchange)) as job:
         assert 0 not in job.wait() and "error: " in job.output(), job.output()
     steps = list(checkpoint.published(tmp_path / "out" / "checkpoints"))

@@ -207,7 +207,7 @@ KINDS: dict[str, dict[str, object]] = {
     **{train_type: {"train_type": train_type} for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")},
     "full, in the background": {"train_type": "full"},
     # Rows are taken up again in the middle of a block. 41 rows, 4 a step: the second epoch begins in step 11.
-    "streaming": {"streaming": True, "shuffle_buffer": 15, "max_steps": 22, "num_epochs": 2},
+    "streaming": {"streaming": 15, "max_steps": 22, "num_epochs": 2},
 }
 
 

@@ -49,7 +49,7 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "given" / "run.yaml").write_text(f"group: {LOGIN}\nmodel_name: {model}\n")
     left = tmp_path / "left"
     argv = flags(config=tmp_path / "given" / "run.yaml", dataset=data / "rows.jsonl", name=f"run-{IN_ENVIRONMENT}")
-    argv += flags(project_name=IN_ENVIRONMENT, output_dir=left / "output", log_to="stdout,wandb", max_steps=1)
+    argv += flags(output_dir=left / "output", log_to=f"stdout,wandb,project={IN_ENVIRONMENT}", max_steps=1)
     statuses, output = on_ranks(2, train_with_secrets, (left, argv, False), left / "logs")
     assert statuses == [0, 0], output
     assert leaks(left) == []

@@ -53,7 +53,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert_same: Same,
     tmp_path: Path,
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=4)
+    options = reference.same_but(tmp_path / "out", save_every=4)
     signalled = partial(together, more, partial(at_step, 4, partial(signal.raise_signal, number), rank))
     job = finish(options, tmp_path / "logs0", [code, code], fault=signalled)
     found = status(tmp_path / "out")
@@ -167,15 +167,15 @@ def take_ten_seconds_per_step() -> None:
 def test_max_hours_stops_with_a_checkpoint_and_can_be_raised(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=80)
-    output = run(options, tmp_path / "logs0", [3, 3], fault=take_ten_seconds_per_step)  # a dollar a second
+    options = reference.same_but(tmp_path / "out", save_every="none", max_hours=80 / 3600)
+    output = run(options, tmp_path / "logs0", [3, 3], fault=take_ten_seconds_per_step)
     about = status(tmp_path / "out")
     # Two steps' time is kept for another step and the checkpoint.
     assert (about["state"], about["step"], about["seconds"]) == ("over_budget", 6, 60)
     assert "(--max_hours is used up)" in output
     output = run(options, tmp_path / "logs1", [3, 3])  # what was used is remembered
     assert "Not started: --max_hours is used up by this run's earlier starts" in output
-    run({**options, "max_cost_usd": 3600}, tmp_path / "logs2")
+    run({**options, "max_hours": 1}, tmp_path / "logs2")
     assert_same(tmp_path / "out")
 
 

@@ -100,7 +100,7 @@ def test_workers_end_when_torchrun_is_killed(
 def test_torchrun_passes_sigterm_on_and_exits_as_documented(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=0)
+    options = reference.same_but(tmp_path / "out", save_every="none")
     process = start([sys.executable, str(ROOT / "train.py"), *flags(**options, nproc_per_node=2)])
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -157,7 +157,7 @@ def test_a_paused_launcher_does_not_end_the_run(
 def test_a_closed_terminal_stops_torchrun_with_a_checkpoint_unless_told(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
-    argv = ["-m", "fsdp_qlora", "train", *flags(**reference.same_but(tmp_path / "out", save_steps=0))]
+    argv = ["-m", "fsdp_qlora", "train", *flags(**reference.same_but(tmp_path / "out", save_every="none"))]
     process = start(["nohup", *TORCHRUN, *argv])
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
     process.send_signal(signal.SIGHUP)

@@ -57,7 +57,7 @@ def open_log(output_dir: Path) -> MetricLog:
                 "lr": 2e-4,
                 "output_dir": Path("some/where"),
                 "lora_target_modules": ("q_proj", "v_proj"),
-                "wandb": ("project=a_project", "name=a_name", "group=a_group", "entity=an_entity"),
+                "log_to": ("wandb", "project=a_project", "name=a_name", "group=a_group", "entity=an_entity"),
             },
             run_id="ab12cd34",
         ),
@@ -268,7 +268,7 @@ def test_wandb_has_every_step_once_after_a_kill_and_an_outage(
     names = ("WANDB_BASE_URL", "WANDB_API_KEY", "HOME", "NETRC")
     how = {"fault": use_wandb, "arguments": ({name: os.environ[name] for name in names},)}
     output_dir = tmp_path / "out"
-    options = reference.same_but(output_dir, log_to="wandb", project_name="a_project", entity="an_entity", name="a")
+    options = reference.same_but(output_dir, log_to="wandb,project=a_project,entity=an_entity,name=a")
     with ended(Job(options, tmp_path / "logs0", **how)) as job:
         wait_for(lambda: steps_done(output_dir) >= 8)
         job.kill(0)

@@ -97,11 +97,11 @@ def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
 
     assert kept(run) == kept(other, resume=str(run)) == kept(other, resume=str(step)) == 640
     assert kept(other, mirror=str(copy)) == 640
-    assert kept(other) == kept(run, resume="off") == kept(run, overwrite_output_dir=True) == "auto"
+    assert kept(other) == kept(run, resume="off") == kept(run, resume="auto:replace") == "auto"
     assert kept(run, dry_run=True) == "auto" and kept(run, context_length=100) == 100
-    assert kept(run, dataset="a.jsonl", overwrite_output_dir=True) == 640
+    assert kept(run, dataset="a.jsonl", resume="auto:replace") == 640
     (run / STATUS).write_text(json.dumps({"state": "finished"}))
-    assert kept(run, dataset="a.jsonl", overwrite_output_dir=True) == "auto"
+    assert kept(run, dataset="a.jsonl", resume="auto:replace") == "auto"
 
 
 def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_path: Path) -> None:

@@ -447,4 +447,4 @@ def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: 
     assert chosen(resume="off") == ("chat" if is_chat else None)
     # The run in the folder was of another model, which this one replaces.
     (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "options": {"model_name": "another"}}))
-    assert chosen(overwrite_output_dir=True) == ("chat" if is_chat else None)
+    assert chosen(resume="auto:replace") == ("chat" if is_chat else None)

@@ -30,7 +30,7 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
 
     def open_it(dataset: Path, **given: Any) -> RunData:
-        usual = {"dataset": (str(dataset),), "streaming": True, "shuffle_buffer": 10, "context_length": 512}
+        usual = {"dataset": (str(dataset),), "streaming": 10, "context_length": 512}
         options = TrainConfig(**{**usual, **given})
         return prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
 
@@ -64,7 +64,7 @@ def test_each_streamed_epoch_has_every_row_once_in_its_own_order(folder: Path, s
     assert sorted(numbers[0]) == sorted(numbers[1]) and len(set(numbers[0])) == 57
     assert numbers[0] != numbers[1] != sorted(numbers[1])
     texts = sorted(tuple(rows.input_ids[a:b]) for step in epochs[0] for rows in [step] for a, b in spans(rows))
-    kept = stream(folder, streaming=False, shuffle_buffer=10_000).train
+    kept = stream(folder, streaming=False).train
     assert texts == sorted(tuple(kept.input_ids[a:b]) for a, b in spans(kept))
 
 

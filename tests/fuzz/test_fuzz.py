@@ -156,7 +156,7 @@ def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of four steps and its checkpoints, and the cache of its quantized weights."""
     folder = tmp_path_factory.mktemp("finished")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    options = {"batch_size": 2, "save_steps": 2, "quant_cache": folder / "cache"}
+    options = {"batch_size": 2, "save_every": 2, "quant_cache": folder / "cache"}
     train_ok(1, folder / "run", model_name=models(), dataset=rows, **options)
     status = json.loads((folder / "run" / "status.json").read_text())
     (folder / "running.json").write_text(json.dumps(status | {"state": "running"}))

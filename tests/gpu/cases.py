@@ -17,7 +17,7 @@ STEPS = 4
 # Two micro-batches a step, so that gradients are added up too.
 COMMON: dict[str, Any] = {
     "precision": "fp32", "max_steps": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "context_length": 256,
-    "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "seed": 0, "save_minutes": 0,
+    "lr": 1e-3, "lr_scheduler": "constant", "warmup": 0, "seed": 0, "save_every": "none",
     "recompute": "all",  # on a GPU auto would recompute none of models that small
 }  # fmt: skip
 # Adam amplifies the order of fp32 sums over the steps. bf16 and fp16 keep 8 and 11 bits of each number.
@@ -61,7 +61,7 @@ _TRAIN_TYPES: dict[str, Case] = {
 }
 _MEMORY: dict[str, Case] = {
     "offloaded": _qlora(use_cpu_offload=True),
-    "activations offloaded": _qlora(use_activation_cpu_offload=True),
+    "activations offloaded": _qlora(recompute="offload"),
     "recompute none": _qlora(recompute="none"),
     "ddp": _qlora(sharding_strategy="ddp"),
     "shard_grad_op": _qlora(sharding_strategy="shard_grad_op"),

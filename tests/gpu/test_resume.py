@@ -24,7 +24,7 @@ STEPS, STOP = 6, 4
 )
 def test_a_run_resumed_at_step_4_ends_as_if_never_stopped(options, inputs, tmp_path):
     def arguments(**more):
-        given = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_steps": STOP, "deterministic": True}
+        given = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_every": STOP, "deterministic": True}
         return ["train.py", "--nproc_per_node", "1", *flags(**{**given, **options, **more})]
 
     run(arguments(output_dir=tmp_path / "whole"), tmp_path / "logs")

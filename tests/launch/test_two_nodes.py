@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.skipif(why_not() is not None, rea
 # Four ranks have the batch of two: as many rows in a step.
 OPTIONS: dict[str, Any] = {"precision": "fp32", "lora_rank": 256, "num_epochs": 1000, "lr_scheduler": "constant"}
 OPTIONS |= {"recompute": "all"}
-ON_NODES = {"quant_cache": "off", "log_to": "jsonl", "save_minutes": 0}  # as train_ok has it
+ON_NODES = {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}  # as train_ok has it
 SECONDS = 240.0  # a limit against hangs
 
 
@@ -75,7 +75,9 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
 def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes, tmp_path: Path) -> None:
     fill(nodes)
     steps = 12
-    argv = flags(**options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", save_steps=1, **ON_NODES)
+    argv = flags(
+        **options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", **{**ON_NODES, "save_every": 1}
+    )
     nodes.start(argv)
     wait_for_step(nodes, 3)
     nodes.cut()
@@ -98,7 +100,9 @@ def test_a_run_resumes_on_another_node_or_on_fewer(
 ) -> None:
     fill(nodes)
     steps = 12
-    argv = flags(**options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", save_steps=1, **ON_NODES)
+    argv = flags(
+        **options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", **{**ON_NODES, "save_every": 1}
+    )
     # torch 2.13: a node that stays does not tell a new one the address of the store that it shares.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")

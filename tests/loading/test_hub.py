@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.hub import conversion_advice
 from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 
@@ -213,7 +214,7 @@ CASES: dict[str, dict[str, object]] = {
     "columns of no known format": {"dataset": "columns.jsonl"},
     "a wrong held-out set": {"eval_dataset": "no/such.jsonl"},
     "a layer that the model has not": {"lora_target_modules": "q_prj"},
-    "more memory than there is": {"loading_buffer_mib": 10**9},
+    "more memory than there is": {},  # of BUFFER
 }
 REFUSE = """
 import json, sys, train
@@ -231,7 +232,7 @@ def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple
     done = subprocess.run(
         [sys.executable, "-c", REFUSE, json.dumps(argvs)],
         cwd=folder,
-        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), BUFFER: "1e9"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

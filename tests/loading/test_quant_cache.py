@@ -220,7 +220,7 @@ def _train_and_fail(argv: list[str], how: str) -> int:
 
 
 def failing_run(how: str, runs: Runs, tmp_path: Path, *, ranks: int = 2) -> tuple[list[int], str]:
-    options = {"quant_cache": tmp_path / "cache", "save_model": False, "overwrite_output_dir": True}
+    options = {"quant_cache": tmp_path / "cache", "save_model": False, "resume": "auto:replace"}
     argv = flags(**runs.common, output_dir=tmp_path / "failing", **options)
     return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
 

@@ -25,6 +25,7 @@ from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.planning.report import PlanReport
+from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
 from tests.tiny import flags, make_rows, on_ranks, write_rows
@@ -152,12 +153,14 @@ def _train_within(argv: list[str], extra_bytes: int) -> int:
     return train.main(argv)
 
 
-def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_too_little_host_memory_ends_every_rank_with_the_numbers(
+    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BUFFER, "4096")
     argv = flags(
         model_name=models(),
         dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
         output_dir=tmp_path / "out",
-        loading_buffer_mib=4096,
     )
     statuses, output = on_ranks(2, _train_within, (argv, 2 * 2**30), tmp_path / "logs")
     assert statuses == [2, 2], output

@@ -141,7 +141,7 @@ def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
 def test_total_time_counts_steps_evaluations_and_saves(save_seconds, said, tmp_path, lines, monkeypatch):
     now = iter([0.0, 70.0, 80.0])  # opened, after the first step of 60 s, when it is said
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
-    log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50, "save_steps": 40, "save_minutes": 2})
+    log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50, "save_every": ["40", "2m"]})
     log.save_seconds = save_seconds
     log.evaluation({"step": 0, "eval_loss": 1.0})
     for step in range(1, 7):

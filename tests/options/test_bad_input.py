@@ -114,7 +114,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     # The output folder.
     "output_dir of another run": (
         {"output_dir": "other_run"},
-        ["output_dir other_run is not empty", "another folder", "--overwrite_output_dir true"],
+        ["output_dir other_run is not empty", "another folder", "--resume auto:replace"],
     ),
     "output_dir below a file": (
         {"output_dir": "data/good.jsonl/out"},

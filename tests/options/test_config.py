@@ -8,9 +8,10 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+import yaml
 
 from fsdp_qlora.checkpoint.run_folder import StartRequest, find_differences
 from fsdp_qlora.commands.run_config import make_train_config, parse_train_config
@@ -70,26 +71,45 @@ def test_the_command_of_the_2024_readme_is_accepted():
     assert {note.split()[0] for note in notes} == older
 
 
-# Options of earlier releases, what they are now, and the notes.
+# Options of earlier versions, what they are now, and the notes.
 OLDER_OPTIONS = {
     "--low_memory true": ({}, ["--low_memory is no longer needed: weights are always streamed"]),
     "--llama_pro_path pro": ({"model_name": "pro"}, ["--llama_pro_path is now --model_name pro."]),
-    "--on_bad_row error": ({"max_bad_rows": 0.0}, ["--on_bad_row is now --max_bad_rows 0."]),
-    "--on_bad_row skip --quant_storage auto --warmup_ratio 0.03 --warmup_steps -1 --master_port 0": ({}, []),
+    "--warmup_steps -1 --world_size -1": ({}, []),
+    "--world_size 2": ({"nproc_per_node": 2}, ["--world_size is now --nproc_per_node 2."]),
     "--use_gradient_checkpointing off": ({"recompute": "none"}, ["is now --recompute none."]),
     "--profile --with_stack": ({"profile": ("9:10", "stack")}, ["is now --profile 9:10.", "is now --profile stack."]),
     "--profile 3:4 --with_shapes true": ({"profile": ("3:4", "shapes")}, ["--with_shapes is now --profile shapes."]),
     "--profile false --with_shapes true": ({}, ["--with_shapes is now --profile shapes."]),
-    "--padding": ({"batching": "padded"}, ["--padding is now --batching padded."]),
-    "--padding false --packing yes": ({"batching": "packed"}, ["--packing is now --batching packed."]),
-    "--warmup_ratio 1": ({"warmup": 1.0}, ["--warmup_ratio is now --warmup 1.0."]),
-    "--warmup_steps 1 --warmup_ratio 0.5": ({"warmup": 1}, ["--warmup 0.5.", "--warmup_steps is now --warmup 1."]),
+    "--warmup_steps 1": ({"warmup": 1}, ["--warmup_steps is now --warmup 1."]),
     "--apply_gradient_clipping true --grad_norm 2": ({"grad_norm": 2.0}, []),
     "--apply_gradient_clipping no": ({"grad_norm": 0.0}, ["--apply_gradient_clipping is now --grad_norm 0."]),
-    "--price_per_hour 1.5 --max_cost_usd 6": ({"max_hours": 4.0}, ["is now --max_hours 4.", "is no longer needed"]),
-    "--max_cost_usd 6 --price_per_hour 1.5 --max_hours 2": ({"max_hours": 2.0}, ["--max_hours 2.", "no longer"]),
-    "--project_name a --name b,c --entity d": ({"wandb": ("project=a", "name=b", "c", "entity=d")}, ["", "", ""]),
-    "--wandb name=a --group b --project_name fsdp_qlora": ({"wandb": ("name=a", "group=b")}, ["--wandb group=b."]),
+    "--log_to wandb --project_name a --name b,c --entity d": (
+        {"log_to": ("wandb", "project=a", "name=b c", "entity=d")},
+        ["--project_name is now --log_to project=a.", "--log_to name=b c.", "--log_to entity=d."],
+    ),
+    "--wandb name=a --group b --project_name fsdp_qlora": ({"log_to": ("name=a", "group=b")}, ["name=a.", "group=b."]),
+    "--profile_memory": ({"verbose": True}, ["--profile_memory is now --verbose true."]),
+    "--use_activation_cpu_offload true --recompute auto": ({"recompute": "offload"}, ["is now --recompute offload."]),
+    "--loading_buffer_mib 64 --reward_timeout 9": (
+        {},
+        ["_LOADING_BUFFER_MIB in the environment", "hang_minutes limits"],
+    ),
+    "--shuffle_buffer 99 --streaming true": ({"streaming": 99}, ["--shuffle_buffer is now --streaming 99."]),
+    "--objective kto --undesirable_weight 0.5": (
+        {"objective": "kto", "kto_weights": (1.0, 0.5)},
+        ["is now --kto_weights 1,0.5."],
+    ),
+    "--objective grpo --rewards number --epsilon_high 0.3 --epsilon 0.1": (
+        {"objective": "grpo", "rewards": ("number",), "epsilon": (0.1, 0.3)},
+        ["is now --epsilon 0.1,0.3."],
+    ),
+    "--save_steps 5": ({"save_every": ("5", "15m")}, ["--save_steps is now --save_every 5,15m."]),
+    "--save_minutes 0": ({"save_every": ()}, ["--save_minutes is now --save_every none."]),
+    "--save_minutes 0.5 --save_steps 5": ({"save_every": ("5", "0.5m")}, ["--save_every 5,0.5m."] * 2),
+    "--overwrite_output_dir --resume off": ({"resume": "off:replace"}, ["is now --resume off:replace."]),
+    "--push_public true --mirror hf:a/b": ({"mirror": "hf:a/b:public"}, ["is now --mirror hf:a/b:public."]),
+    "--push_public true --push_to_hub a/b": ({"push_to_hub": "a/b:public"}, ["is now --push_to_hub a/b:public."]),
     "--master_addr 10.0.0.1 --master_port 1": ({}, ["--master_addr is no longer needed", "--master_port is no"]),
 }
 
@@ -107,21 +127,42 @@ def test_older_names_of_options_are_read_as_what_they_mean_now(given, yaml_file)
 
 
 def test_flags_win_over_older_names_in_a_file_and_a_result(yaml_file):
-    path = yaml_file("low_memory: true\nuse_gradient_checkpointing: false\nname: a\npadding: true\n")
-    argv = ["--config", path, "--use_gradient_checkpointing", "true", "--padding", "false", "--group", "b"]
-    assert parse_train_config(argv) == TrainConfig(recompute="all", wandb=("name=a", "group=b"))
+    path = yaml_file("low_memory: true\nuse_gradient_checkpointing: false\nname: a\nsave_steps: 9\nseed: 1\n")
+    argv = ["--config", path, "--use_gradient_checkpointing", "true", "--save_every", "5m", "--group", "b"]
+    config = TrainConfig(recompute="all", log_to=("name=a", "group=b"), save_every=("5m",), seed=1)
+    assert parse_train_config(argv) == config
     assert "--profile is stack" in error_of("--config", yaml_file("profile: stack\n"), "--output_dir", "now")
     assert parse_train_config([], {"model_name": "base", "llama_pro_path": "pro"}).model_name == "pro"
 
 
 def test_a_stored_run_is_compared_by_the_names_of_now():
-    stored = {"warmup_ratio": 0.03, "warmup_steps": -1, "apply_gradient_clipping": True, "grad_norm": 1.0, "seed": 3}
-    changed = {"warmup_steps": 7, "apply_gradient_clipping": False}
-    for then, now in ((stored, TrainConfig(seed=3)), (stored | changed, TrainConfig(seed=3, warmup=7, grad_norm=0.0))):
-        request = StartRequest(resolved_options(now), names_marked(MAY_DIFFER))
+    stored = {"epsilon": 0.2, "epsilon_high": None, "streaming": True, "shuffle_buffer": 10_000, "seed": 3}
+    changed = {"epsilon_high": 0.3, "shuffle_buffer": 99}
+    now = TrainConfig(seed=3, streaming=99, epsilon=(0.2, 0.3))
+    for then, options in ((stored, TrainConfig(seed=3, streaming=True)), (stored | changed, now)):
+        request = StartRequest(resolved_options(options), names_marked(MAY_DIFFER))
         assert find_differences({"options": then}, {}, request) == []
     differences = find_differences({"options": stored}, {}, request)
-    assert [line.split()[0] for line in differences] == ["--warmup", "--grad_norm"]
+    assert [line.split()[0] for line in differences] == ["--streaming", "--epsilon"]
+
+
+def test_the_config_of_a_run_before_options_were_merged_is_read():
+    path = Path(__file__).with_name("older_config.yaml")
+    config = parse_train_config(["--config", str(path)])
+    merged: dict[str, Any] = {
+        "epsilon": (0.2, 0.28), "recompute": "offload", "save_every": ("500", "15m"),
+        "resume": "auto:replace", "push_to_hub": "owner/name:public", "mirror": "hf:owner/copies:public",
+        "log_to": ("tqdm", "wandb", "project=mine", "name=first"), "verbose": True,
+    }  # fmt: skip
+    given: dict[str, Any] = {
+        "objective": "grpo", "rewards": ("exact_match",), "rollout_url": "http://host:8000", "model_name": "base",
+        "lr": 1e-5, "beta": 0.0, "loss_type": "dapo", "auto": True, "batch_size": 2, "gradient_accumulation_steps": 4,
+    }  # fmt: skip
+    assert dataclasses.asdict(config) == dataclasses.asdict(TrainConfig(**given, **merged))
+    stored = {"options": yaml.safe_load(path.read_text())}
+    assert find_differences(stored, {}, StartRequest(resolved_options(config), names_marked(MAY_DIFFER))) == []
+    assert parse_train_config([], path) == TrainConfig(model_name="base")  # as `generate` reads it
+    assert parse_train_config([], stored["options"]) == TrainConfig(model_name="base")
 
 
 def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
@@ -137,21 +178,15 @@ def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
 
 
 def test_the_resolved_options_are_accepted_back(yaml_file):
-    argv = (
-        "--lr 1e-5 --wandb name=run:1,group=#x --lora_target_modules q_proj k_proj --max_bad_rows 0 --profile 2:3 stack"
-    )
+    argv = "--lr 1e-5 --log_to wandb,name=run:1,group=#x --lora_target_modules q_proj k_proj --profile 2:3 stack"
     config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
     config = dataclasses.replace(config, **config.objective_settings)  # as the text has them
     assert parse_train_config(["--config", yaml_file(text)]) == config
-    # Of an earlier release: another name is taken, what was off is passed over, and what was on is refused.
-    before = text.replace("nproc_per_node: -1\n", "world_size: 2\nnproc_per_node: -1\n")
-    assert parse_train_config(["--config", yaml_file(before)]).nproc_per_node == 2
-    assert parse_train_config(["--world_size", "3", "--config", yaml_file(before)]).nproc_per_node == 3
-    assert make_train_config(None, {"world_size": 4}).nproc_per_node == 4
-    assert parse_train_config(["--config", yaml_file(f"{text}compile: false\n")]) == config
-    assert 'unknown key "compile"' in error_of("--config", yaml_file(f"{text}compile: true\n"))
+    of_2024 = text.replace("nproc_per_node: -1\n", "world_size: 2\n")
+    assert parse_train_config(["--config", yaml_file(of_2024)]).nproc_per_node == 2
+    assert parse_train_config(["--world_size", "3", "--config", yaml_file(of_2024)]).nproc_per_node == 3
 
 
 @pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)])
@@ -199,7 +234,6 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--objective dpo --num_generations 4", "dpo does not know --num_generations: that is for grpo"),
         ("--objective grpo", "--objective grpo needs --rewards: functions that score the answers"),
         ("--objective grpo --rewards exact_match --label_smoothing 0.1", "does not know --label_smoothing"),
-        ("--objective grpo --rewards exact_match --correct_mismatch true", "it needs --rollout_url"),
         (
             "--objective grpo --rewards exact_match --rollout_url localhost:8000",
             "give one such as http://localhost:8000",
@@ -216,19 +250,23 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
         ("--eval_steps 5", "--eval_steps needs rows"),
         ("--eval_tasks arc_easy", "--eval_tasks are measured at each evaluation: give --eval_fraction"),
-        ("--max_cost_usd 3", "--max_cost_usd: it is reached at --price_per_hour, which is not given"),
-        ("--max_cost_usd 3 --price_per_hour x", "--max_cost_usd: expected a number, got 'x'"),
-        ("--padding --packing", "--packing is the older name of batching, which is given too"),
+        ("--packing true", "Unknown option --packing; did you mean --batching packed?"),
+        ("--grad_norm 2 --apply_gradient_clipping false", "is the older name of grad_norm, which is given too"),
+        ("--push_public true", "--push_public: it says how --push_to_hub uploads: give that too"),
+        ("--shuffle_buffer 9", "--shuffle_buffer: it is for --streaming true"),
+        ("--save_steps x", "--save_steps: expected a whole number, got 'x'"),
+        ("--save_every 15s", "--save_every must be minutes such as 15m, steps such as 500, both, or none, but is"),
+        ("--epsilon 0.1,0.2,0.3", "--epsilon must be one or two finite numbers"),
+        ("--kto_weights -1", "--kto_weights must be one or two finite numbers"),
         ("--warmup 1.5", "--warmup must be a share from 0.0 to 1.0, or a number of steps, but is 1.5"),
-        ("--wandb run", "--wandb is run, but needs project=..., name=..., group=..., entity=..."),
-        ("--use_activation_cpu_offload true --use_gradient_checkpointing false", "it needs"),
+        ("--log_to wandb,run=1", "'run=1' is not a choice"),
         ("--use_gradient_checkpointing maybe", "--use_gradient_checkpointing: expected true or false, got 'maybe'"),
         ("--recompute 3 --use_gradient_checkpointing true", "Give one"),
-        ("--recompute some", "--recompute: expected auto|all|none|INT, got 'some'"),
+        ("--recompute some", "--recompute: expected auto|all|none|offload|INT, got 'some'"),
         ("--use_cpu_offload maybe", "--use_cpu_offload: expected auto|true|false|INT, got 'maybe'"),
         ("--use_cpu_offload -2", "--use_cpu_offload must be above 1 if it is a number"),
         ("--profile 4:2", "give the first and the last step to record, such as 10:12"),
-        ("--batch_size 2 3", "Unexpected argument '3'"),
+        ("--batch_size 2 3", "--batch_size: expected one value, got 2: 2 3"),
         ("train", "Unexpected argument 'train'"),
         ("--config missing.yaml", "--config missing.yaml: cannot read it"),
         ("--config /dev/zero", "--config /dev/zero is not a regular file"),
@@ -260,7 +298,7 @@ def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monk
         if (option, place[:5]) == ("mirror", "s3://"):
             continue
         error = error_of(f"--{option}", place)
-        assert f"--{option} is no folder" in error and "rclone:REMOTE:PATH" in error
+        assert f"--{option} must be a local folder" in error and "rclone:REMOTE:PATH" in error
         assert "PaSs" not in error
     for option in ("mirror", "output_dir", "resume"):
         for folder in ("./a:b", "/a:b", "../s3:/x", "~/a:b", "runs/10:30", "C"):
@@ -345,7 +383,7 @@ def test_help_lists_every_option_and_that_of_a_group_its_own(capsys):
         assert [name for name in NAMES if re.search(rf"^  --{name}[ ,]", shown, re.MULTILINE)] == list(names)
         assert shown.count("(default:") == len(names)
         headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
-        assert headings[:4] == (["options", "model", "data", "output"] if not words else ["options", "data"])
+        assert headings == (list(groups) if not words else ["data"])
         assert len(re.findall(r"^  fsdp-qlora train ", shown, re.MULTILINE)) == 3
 
 
@@ -363,19 +401,18 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     assert {name: set(get_args(hints[name])) - {"auto"} for name in tables} == {
         name: set(table) for name, table in tables.items()
     }
-    assert set(get_args(get_args(hints["log_to"])[0])) == set(SINKS)
+    assert {name for name in get_args(get_args(hints["log_to"])[0]) if not name.endswith("=")} == set(SINKS)
 
 
 def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
     @dataclasses.dataclass
     class Saving:
         enabled: bool
-        minutes: float
         total_limit: int
         seed: int = 9
 
-    config = TrainConfig(save_minutes=3.0, seed=5)
-    assert config.pick(Saving, prefix="save_", enabled=config.save_model) == Saving(True, 3.0, 3, 5)
+    config = TrainConfig(seed=5)
+    assert config.pick(Saving, prefix="save_", enabled=config.save_model) == Saving(True, 3, 5)
     with pytest.raises(AttributeError, match="enabled"):
         config.pick(Saving, prefix="save_")
 
@@ -415,13 +452,12 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
 
 # A run in a folder is continued if these options are as they were.
 IDENTITY = """
-    precision train_type objective beta loss_type label_smoothing sft_weight simpo_gamma desirable_weight
-    undesirable_weight rating_threshold lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters
-    modules_to_save use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr
-    lr_scheduler warmup optimizer loraplus_lr_ratio wd grad_norm seed
-    deterministic num_generations max_completion_length temperature scale_rewards epsilon epsilon_high num_iterations
-    correct_mismatch quant_type double_quant n_bits group_size int8_threshold dataset_samples streaming
-    shuffle_buffer dataset_format eval_fraction
+    train_type precision quant_type double_quant n_bits group_size int8_threshold dataset_samples dataset_format
+    context_length streaming eval_fraction objective lr num_epochs max_steps lr_scheduler warmup optimizer wd grad_norm
+    seed deterministic lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
+    use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type label_smoothing sft_weight
+    simpo_gamma kto_weights rating_threshold num_generations max_completion_length temperature scale_rewards epsilon
+    num_iterations
 """
 
 

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         {
             "train_type": "qlora", "model_name": "NousResearch/Meta-Llama-3-8B", "eval_fraction": 0.05,
             "dataset": ["tatsu-lab/alpaca[train[:90%]]"], "context_length": 4096, "batching": "packed", "lora_rank": 32,
-            "lora_target_modules": "all", "wandb": ["project=mine"], "log_to": ["wandb"], "batch_size": 2, "wd": 0,
+            "lora_target_modules": "all", "log_to": ["wandb", "project=mine"], "batch_size": 2, "wd": 0,
             "optimizer": "fused_adamw", "lr": 0.0002, "recompute": "all",
         },
         {"model_type", "pad_to_sequence_len", "bf16", "train_on_inputs", "logging_steps", "fsdp", "something_new"},
@@ -119,9 +119,9 @@ datasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]
     ),
     "preferences": (
         "base_model: a/b\nload_in_4bit: true\nrl: kto\nrl_beta: 0.2\nkto_undesirable_weight: 0.5\n"
-        "datasets: [{path: c/d}]\n",
+        "kto_desirable_weight: 2\ndatasets: [{path: c/d}]\n",
         {
-            "train_type": "qlora", "model_name": "a/b", "objective": "kto", "beta": 0.2, "undesirable_weight": 0.5,
+            "train_type": "qlora", "model_name": "a/b", "objective": "kto", "beta": 0.2, "kto_weights": [2, 0.5],
             "dataset": ["c/d"],
         },
         set(),
@@ -177,7 +177,7 @@ def test_convert_comments_set_no_option_and_hide_secrets(tmp_path: Path) -> None
     (tmp_path / "theirs\nseed: 1.yaml").write_text(STRANGERS)
     made = convert(tmp_path / "theirs\nseed: 1.yaml")
     given = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
-    assert yaml.safe_load(made) == {"train_type": "full", "wandb": ["project=mine"], "log_to": ["wandb"], **given}
+    assert yaml.safe_load(made) == {"train_type": "full", "log_to": ["wandb", "project=mine"], **given}
     _, _, comments = made.partition("# Not taken over:\n")
     assert [line[:2] for line in comments.splitlines()] == ["# "] * 11  # splitlines knows U+2028 and U+0085 too
     assert comments.count("give it yourself") == 4 and "AutoTokenizer" in comments and "\x1b" not in comments

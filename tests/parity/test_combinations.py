@@ -24,7 +24,7 @@ from tests.tiny import SIZES, _free_port, flags, make_model, make_rows, on_ranks
 TOLERANCE = rounding(SIZES["vocab_size"])
 BLOCKS, AT_ONCE = 3, 12
 COMMON = {"num_epochs": 20, "batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "precision": "fp32"}
-COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_minutes": 0}
+COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}
 
 # What is trained. The mixture's experts have adapters too, which takes no dropout.
 CASES: dict[str, dict[str, Any]] = {
@@ -38,22 +38,21 @@ CASES: dict[str, dict[str, Any]] = {
 Combination = Mapping[str, Any]  # options of train.py
 
 _CHOICES: dict[str, Sequence[Any]] = {
-    "recompute": ("all", 1, "none"),
+    "recompute": ("all", 1, "none", "offload"),
     "sharding_strategy": ("full_shard", "ddp", "shard_grad_op"),
     "use_cpu_offload": (False, True, 2),
-    "use_activation_cpu_offload": (False, True),
 }
 PLAIN: Combination = {name: choices[0] for name, choices in _CHOICES.items()}
 BLOCKS_ALONE: list[Combination] = [{**PLAIN, "recompute": 1}, {**PLAIN, "recompute": "none"}]
 OFFLOAD = {**PLAIN, "use_cpu_offload": True}
-BOTH = {**OFFLOAD, "use_activation_cpu_offload": True}
+BOTH = {**OFFLOAD, "recompute": "offload"}
 TOGETHER: list[Combination] = [
     dict(zip(PLAIN, values, strict=True))
     for values in (
-        (1, "full_shard", 2, True),
-        ("none", "ddp", 2, False),
-        ("none", "full_shard", True, False),
-        ("all", "shard_grad_op", True, True),
+        ("offload", "full_shard", 2),
+        ("none", "ddp", 2),
+        ("none", "full_shard", True),
+        ("offload", "shard_grad_op", True),
     )
 ]
 
@@ -65,8 +64,6 @@ def pairwise() -> list[Combination]:
         return set(itertools.combinations(chosen.items(), 2))
 
     everything = [dict(zip(_CHOICES, values, strict=True)) for values in itertools.product(*_CHOICES.values())]
-    # Without recompute no activations are offloaded.
-    everything = [each for each in everything if each["recompute"] != "none" or not each["use_activation_cpu_offload"]]
     found: list[Combination] = []
     left = set().union(*map(pairs, everything))
     while left:

@@ -132,7 +132,7 @@ def numbers(folder: Path) -> list[float]:
 def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
-    train_ok(2, tmp_path / "padded", batching="padded", save_steps=1, save_total_limit=9, **options)
+    train_ok(2, tmp_path / "padded", batching="padded", save_every=1, save_total_limit=9, **options)
     train_ok(2, tmp_path / "free", **options)
     train_ok(2, tmp_path / "packed", batching="packed", **options)
     train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)

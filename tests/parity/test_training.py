@@ -122,7 +122,7 @@ def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
 
 def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Plain, tmp_path: Path) -> None:
     turns: dict[str, Any] = {**plain[0], "batch_size": 1, "gradient_accumulation_steps": 2}
-    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_minutes=0, **turns)
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_every="none", **turns)
     statuses, output = on_ranks(2, _train_reducing_in_each_micro_batch, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)

@@ -59,7 +59,7 @@ def _train_with_less(
         "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
         "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
         "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
-        "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_minutes": 0,
+        "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_every": "none",
         "verbose": True,
     }  # fmt: skip
     arguments = flags(**options)
@@ -76,7 +76,7 @@ def _train_with_less(
 def test_restarts_after_out_of_memory_recompute_more_until_it_fits(
     ranks: int, options: dict[str, Any], models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    options = {**options, "save_steps": 1}
+    options = {**options, "save_every": 1}
     *others, last = _train_with_less(0.6, models, tmp_path, ranks=ranks, **options)
     first = [*others, last][0]
     assert [rank.status for rank in (*others, last)] == [1] * ranks, last.output[-3000:]

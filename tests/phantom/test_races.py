@@ -40,7 +40,7 @@ CASES = {
     "full_shard": Case(2, {"gradient_accumulation_steps": 2}, ("fsdp2_waits_for_no_stream", "no_wait_for_collectives")),
     "CPU offload": Case(2, OFFLOAD, ("no_event", "fsdp2_waits_for_no_event")),
     "activation offload": Case(
-        1, {"use_activation_cpu_offload": True}, ("no_wait_for_computation", "no_wait_before_memory_is_freed")
+        1, {"recompute": "offload"}, ("no_wait_for_computation", "no_wait_before_memory_is_freed")
     ),
     "ddp, recompute auto": Case(
         2,
@@ -58,7 +58,7 @@ CASES = {
         sizes={"intermediate_size": 2048},  # bitsandbytes pages states of 100,000 elements and more
     ),
     "evaluation, CPU offload": Case(2, {"eval_fraction": 0.25, "eval_steps": 1, **OFFLOAD}, ("no_wait_for_copies",)),
-    "checkpoint at each step, full": Case(2, {"save_steps": 1, "train_type": "full"}, ("host_reads_before_it_waits",)),
+    "checkpoint at each step, full": Case(2, {"save_every": 1, "train_type": "full"}, ("host_reads_before_it_waits",)),
     "generate, CPU offload": Case(1, {**OFFLOAD, "max_new_tokens": 4}, ("no_wait_for_copies",), "generate"),
 }
 

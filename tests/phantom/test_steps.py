@@ -38,7 +38,7 @@ ROUTED = ("tests/phantom/programs/with_routes.py", "train")  # in which tokens r
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
 STEPS = {
-    "1 rank, both offloads": Step(1, {**OFFLOAD, "use_activation_cpu_offload": True}, {
+    "1 rank, both offloads": Step(1, {**OFFLOAD, "recompute": "offload"}, {
         "syncs": 1, "all_gather": (1, 64), "host_to_device beside": 308_608, "host_to_device at work": 22_208,
         "device_to_host beside": 198_656, "device_to_host at work": 64,
     }),
@@ -82,7 +82,7 @@ def step(models, tmp_path_factory):
     def summary(row, max_steps):
         folder = tmp_path_factory.mktemp("run")
         options = {"train_type": "qlora", "batch_size": 2, "context_length": 256, "lr_scheduler": "constant"}
-        options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup": 0}
+        options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_every": "none", "warmup": 0}
         options |= {"sharding_strategy": "full_shard", "recompute": "all", "dataset": dataset}
         options |= {"model_name": models(num_hidden_layers=4, **row.model), **row.options}
         words = flags(output_dir=folder / "out", max_steps=max_steps, **options)

@@ -43,7 +43,7 @@ CASES: dict[str, Case] = {
     "hybrid, offload": Case({"sharding_strategy": "hybrid_shard_grad_op", **OFFLOAD}, ranks=4, machines=2),
     "ddp, offload": Case({"sharding_strategy": "ddp", **OFFLOAD}),
     "2 blocks of 4 offloaded, full": Case({"use_cpu_offload": 2, "train_type": "full"}),
-    "both offloads": Case({**OFFLOAD, "use_activation_cpu_offload": True}),
+    "both offloads": Case({**OFFLOAD, "recompute": "offload"}),
     "everything left to auto": Case({"recompute": "auto", "sharding_strategy": "auto"}),
     "embeddings and head trained": Case({"modules_to_save": "embed_tokens,lm_head", **OFFLOAD}),
     "dropout, LoRA+": Case({"deterministic": True, "lora_dropout": 0.1, "loraplus_lr_ratio": 16}),
@@ -124,7 +124,7 @@ def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(train: Calla
     options = {"auto": True, "gradient_accumulation_steps": 4}
     ended, _ = train(Case({**options, **STOPPED}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 2}})
     assert [rank.status for rank in ended] == [3, 3], ended[0].output[-4000:]
-    chosen = "batch_size 8, gradient_accumulation_steps 1, use_activation_cpu_offload false"
+    chosen = "batch_size 8, gradient_accumulation_steps 1"
     chosen += ", sharding_strategy ddp, use_cpu_offload false"
     assert f"Settings of --auto: {chosen}." in ended[0].output
     assert "batch_size: 8" in (tmp_path / "output" / "config.yaml").read_text()

@@ -6,6 +6,7 @@ process group.
 
 import gc
 import json
+import os
 import sys
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.common import peak_bytes
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.distributed.shards import local_part
+from fsdp_qlora.sharding.loading.weight_files import BUFFER
 
 # Large enough that segments of 512 bytes do not matter.
 _SHAPE = standin_memory._shape("llama", 4096, 256, 704, 4, 4, 2, head_dim=64)
@@ -27,7 +29,7 @@ _LONG_ROW = {"shape": "slim", "batch_size": 1, "context_length": 16384}
 
 def measure(train_type: str, **changed: Any) -> tuple[int, int]:
     """The most that is allocated, and what the plan says."""
-    case: dict[str, Any] = {"shape": "small", "ranks": 2, "context_length": 256, "loading_buffer_mib": 1}
+    case: dict[str, Any] = {"shape": "small", "ranks": 2, "context_length": 256}
     case |= {"on_nonfinite": "skip"}  # the fake group fills no buffers
     if TRAIN_TYPES[train_type].trains_new_blocks:
         case["new_blocks"] = [1, 3]
@@ -58,6 +60,7 @@ def measure(train_type: str, **changed: Any) -> tuple[int, int]:
 def main(train_types: list[str], sharing: tuple[int, ...] = ()) -> int:
     """sharing: measure a long row too, shared by so many ranks."""
     torch.set_num_threads(1)
+    os.environ[BUFFER] = "1"
     standin_memory.SHAPES |= {"small": _SHAPE, "slim": _SLIM}
     cases: dict[str, Any] = {name: {} for name in train_types}
     cases |= {str(size): _LONG_ROW | {"ranks": size, "context_parallel_size": size} for size in sharing}

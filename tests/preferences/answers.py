@@ -24,9 +24,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo, warm": ("llama", {"temperature": 0.7, "beta": 0.04, "scale_rewards": "batch"}),
     "grpo": ("qwen2", {"loss_type": "grpo", "beta": 0.04}),
     "dr_grpo": ("llama", {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "two iterations": ("llama", {"num_iterations": 2, "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.2}),
+    "two iterations": ("llama", {"num_iterations": 2, "epsilon": "0.05,0.1", "beta": 0.2}),
     "two iterations, grpo": ("qwen2", {"num_iterations": 2, "loss_type": "grpo", "epsilon": 0.02}),
-    "corrected": ("llama", {"correct_mismatch": True, "rollout_url": "http://localhost:1"}),
+    "corrected": ("llama", {"rollout_url": "http://localhost:1"}),
 }
 
 
@@ -139,7 +139,7 @@ def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]])
         generation, is_again = divmod(step, config.num_iterations)
         if not is_again:
             table = table_of(answers(generation), advantages[generation])
-            if config.num_iterations > 1 or config.correct_mismatch:
+            if config.num_iterations > 1 or config.rollout_url:
                 table = dataclasses.replace(table, old_logps=token_logprobs(trainer.forward, table))
         records.append(trainer.train_step(StepRows(step, table, np.arange(len(table)))))
     found = dict(saved_parameters(trainer.model, LiveValues(trainer.model, keeps=True)))

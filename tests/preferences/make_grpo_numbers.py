@@ -58,8 +58,11 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
-    options = {name: value for name, value in options.items() if name != "rollout_url"}
-    corrects = options.pop("correct_mismatch", False)
+    options = dict(options)
+    corrects = options.pop("rollout_url", None)
+    if "epsilon" in options:
+        low, _, high = str(options["epsilon"]).partition(",")
+        options |= {"epsilon": float(low), "epsilon_high": float(high or low)}
     config = GRPOConfig(
         **options,
         **plain_sgd(folder, steps=STEPS, lr=LR, batch_size=PROMPTS * ANSWERS),

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cpo, smoothed": ("llama", {"objective": "cpo", "label_smoothing": 0.1, "sft_weight": 0.3}),
     "simpo": ("llama", {"objective": "simpo", "beta": 2.0}),
     "orpo": ("llama", {"objective": "orpo"}),
-    "kto": ("qwen2", {"objective": "kto", "undesirable_weight": 0.7, "beta": 0.5}),
+    "kto": ("qwen2", {"objective": "kto", "kto_weights": "1,0.7", "beta": 0.5}),
 }
 
 

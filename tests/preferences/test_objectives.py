@@ -66,7 +66,7 @@ def test_pair_losses_match_their_formulas(name: str, options: dict[str, Any], ex
 @pytest.mark.quick
 @pytest.mark.parametrize("desired", [0.0, 1.0])
 def test_kto_loss_matches_its_formula(desired: float) -> None:
-    objective = make_objective("kto", LossSettings(desirable_weight=2.0))
+    objective = make_objective("kto", LossSettings(kto_weights=(2.0, 1.0)))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
     none = torch.zeros(1, 0, dtype=torch.int64)

@@ -82,8 +82,8 @@ def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
 
 # --- all at once, in plain torch ---
 
-ALL = {"loss_type": "dr_grpo", "beta": 0.2, "temperature": 0.7, "num_iterations": 2, "epsilon": 0.05}
-ALL |= {"epsilon_high": 0.1, "correct_mismatch": True, "rollout_url": "http://localhost:1"}
+ALL = {"loss_type": "dr_grpo", "beta": 0.2, "temperature": 0.7, "num_iterations": 2, "epsilon": "0.05,0.1"}
+ALL |= {"rollout_url": "http://localhost:1"}
 ADVANTAGES = [[(-1) ** i * (0.3 + 0.1 * i) for i in range(12)] for _ in range(STEPS)]
 
 

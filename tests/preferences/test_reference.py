@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "padded": (2, {"batching": "padded"}),
     "offloaded": (2, {"use_cpu_offload": True}),
     "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
-    "activations offloaded": (2, {"use_activation_cpu_offload": True}),
+    "activations offloaded": (2, {"recompute": "offload"}),
     "a rank without rows": (4, {"batch_size": 2}),
 }
 # Name -> (family, its sizes, options).
@@ -102,7 +102,7 @@ def test_an_adapter_that_training_starts_from_is_the_reference(start: str, model
     train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
     base = next(record for record in records(tmp_path / "earlier") if "eval_loss" in record)
     begin = {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "pissa_niter_4"}
-    train_ok(2, tmp_path / "whole", **run, **begin, save_steps=3, lora_dropout=0 if start == "adapter" else 0.1)
+    train_ok(2, tmp_path / "whole", **run, **begin, save_every=3, lora_dropout=0 if start == "adapter" else 0.1)
     first, *_, last = (record for record in records(tmp_path / "whole") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
     assert last["rewards/accuracies"] == 1
@@ -126,7 +126,7 @@ def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(objective: str, 
     run = options(models("llama"), tmp_path, dataset=file, objective=objective, train_type="qlora", batch_size=3)
     before = {**run, "precompute_reference": True}
     found = "log-probabilities are read"
-    train_ok(2, tmp_path / "beside", **run, save_steps=3)
+    train_ok(2, tmp_path / "beside", **run, save_every=3)
     assert found not in train_ok(2, tmp_path / "whole", **before)
     assert found in train_ok(1, tmp_path / "again", **{**before, "lr": 1e-4, "beta": 0.3, "lora_rank": 4})
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "beside")
@@ -177,7 +177,7 @@ def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tm
 
 def test_a_resumed_run_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora", batch_size=3, lora_dropout=0.1)
-    train_ok(2, tmp_path / "whole", **run, save_steps=3)
+    train_ok(2, tmp_path / "whole", **run, save_every=3)
     train_ok(2, tmp_path / "resumed", **run, resume=tmp_path / "whole/checkpoints/step_000003")
     whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
     assert whole == resumed

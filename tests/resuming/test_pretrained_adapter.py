@@ -20,7 +20,7 @@ from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_o
 
 Models = Callable[..., Path]
 # What identifies a run besides what the adapter decides.
-COMMON = {"precision": "fp32", "lr": 1e-2, "max_steps": 2, "context_length": 256, "save_minutes": 0}
+COMMON = {"precision": "fp32", "lr": 1e-2, "max_steps": 2, "context_length": 256, "save_every": "none"}
 KINDS: dict[str, dict[str, object]] = {
     "qlora, with patterns, embeddings and head": {
         "modules_to_save": "embed_tokens,lm_head",

@@ -182,7 +182,7 @@ def test_8bit_optimizer_state_requires_the_same_number_of_ranks(models: Callable
     train_ok(1, tmp_path / "one", **options, gradient_accumulation_steps=2)
     before = sorted(tmp_path.glob("one/**/*"))
     again = {**options, "optimizer": "adamw_8bit", "gradient_accumulation_steps": 2}
-    argv = flags(**again, output_dir=tmp_path / "one", overwrite_output_dir=True, resume=tmp_path / "two")
+    argv = flags(**again, output_dir=tmp_path / "one", resume=f"{tmp_path / 'two'}:replace")
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "can be resumed on 2 ranks only" in output, output
     # The log of the refusal may be new.

@@ -90,7 +90,7 @@ def test_failing_reward_functions_are_named_with_their_row(lines: list[str]) -> 
         scored(lambda completions, **_: [math.nan] * len(completions))
     with pytest.raises(RolloutError, match="TypeError"):
         scored(lambda **_: 3)
-    with pytest.raises(RolloutError, match=r"row 7, 9 .* did not return within --reward_timeout 0.5 s"):
+    with pytest.raises(RolloutError, match=r"row 7, 9 .* did not return within 0.5 s \(--hang_minutes\)"):
         scored(lambda **_: time.sleep(30), seconds=0.5)
     assert scored(lambda **_: time.sleep(30), zero=True, seconds=0.5) == [0, 0, 0]
     assert scored(lambda completions, **_: [None] * len(completions)) == [None] * 3

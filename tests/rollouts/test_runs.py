@@ -30,7 +30,7 @@ Models = Callable[..., Path]
 OPTIONS: dict[str, Any] = {
     **{"objective": "grpo", "train_type": "lora", "lora_rank": 4, "precision": "fp32", "lr": 1e-2},
     **{"num_generations": 4, "max_completion_length": 8, "context_length": 64, "quant_cache": "off"},
-    **{"save_steps": 1, "save_minutes": 0},
+    "save_every": 1,
 }
 SHORT = (
     "def short(completions, answer, **_):\n    return [a - len(said) / 10 for said, a in zip(completions, answer)]\n"
@@ -80,7 +80,7 @@ def short(completions, answer, prompts, **_):
 def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tmp_path: Path) -> None:
     out, mirror = tmp_path / "out", tmp_path / "mirror"
     options = {**inputs(models, tmp_path, function=FAILING), "output_dir": out, "mirror": mirror}
-    options |= {"save_steps": 0, "log_to": "stdout"}
+    options |= {"save_every": "none", "log_to": "stdout"}
     options |= {"gradient_accumulation_steps": 4, "num_iterations": 2}
     said = run(options, tmp_path / "first", [1, 1])
     assert said.count("The reward function short failed at row 7 of the dataset: TypeError") == 2
@@ -126,7 +126,7 @@ def test_a_run_stops_while_answers_are_generated_or_scored(models: Models, tmp_p
     said = run(options, tmp_path / "generating", preempted, fault=stopped)
     assert "Stopped while step 1 waited for answers (SIGTERM)" in said
     (tmp_path / "own.py").write_text(STOPPING)
-    said = run({**options, "reward_timeout": 500}, tmp_path / "scoring", preempted)
+    said = run(options, tmp_path / "scoring", preempted)
     assert "Stopped while step 1 waited for answers (SIGTERM)" in said
     assert not (tmp_path / "out" / "rollouts.jsonl").exists()
 
@@ -210,7 +210,7 @@ def test_the_demo_model_answers_questions_to_the_end(tmp_path: Path) -> None:
     }
     options |= {"model_name": tmp_path / "model", "dataset": write_rows(tmp_path / "rows.jsonl", rows)}
     options |= {"context_length": 256, "gradient_accumulation_steps": 4, "max_steps": 3, "lr": 1e-5}
-    train_ok(2, tmp_path / "out", **{**options, "save_steps": 0})
+    train_ok(2, tmp_path / "out", **{**options, "save_every": "none"})
     assert len(read_metrics(tmp_path / "out", "rewards/number/mean")) == 3
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     before = base(torch.arange(5, 25)[None]).logits

@@ -81,7 +81,6 @@ def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Stops(),  # type: ignore[arg-type]
         SamplingOptions(LONGEST, temperature=0.7, seed=5),
         vocab_size=10,
-        with_logps=True,
     )
     dist.destroy_process_group()
 
@@ -144,7 +143,6 @@ def forgets(server: LoraServer) -> Any:
 def test_transient_server_errors_are_retried_without_other_completions(
     engine: ServerEngine, server: LoraServer, lines: list[str], fault: Any, said: str
 ) -> None:
-    engine.with_logps = False
     server.faults.append(fault(server) if fault is forgets else fault)
     found = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
@@ -322,7 +320,7 @@ def options_of(server: ServerProcess, model: Path, folder: Path, output: str, **
             "lr": 0.01,
         },
         **{"num_generations": 4, "max_completion_length": 8, "lora_rank": 4, "num_epochs": 2, "batch_size": 2},
-        **{"gradient_accumulation_steps": 2, "rollout_url": server.url, "correct_mismatch": True, "save_steps": 3},
+        **{"gradient_accumulation_steps": 2, "rollout_url": server.url, "save_every": 3},
         **{"log_to": "stdout", "quant_cache": "off", **changes},
     }
 
@@ -383,7 +381,7 @@ def test_a_killed_and_a_stopped_run_resume_with_a_server_that_was_away(
 def test_a_server_that_stays_away_ends_the_run_with_a_checkpoint(
     lora_server: ServerProcess, whole: tuple[dict[str, object], Path], tmp_path: Path
 ) -> None:
-    options = whole[0] | {"output_dir": tmp_path / "out", "save_steps": 0, "hang_minutes": 0.1}
+    options = whole[0] | {"output_dir": tmp_path / "out", "save_every": "none", "hang_minutes": 0.1}
     with ended(Job(options, tmp_path / "logs")) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 1)
         lora_server.kill()

@@ -32,7 +32,7 @@ def test_a_tokenizer_with_several_chat_templates_is_saved_whole(models: Models, 
     tokenizer.save_pretrained(folder)
     options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
     train_ok(2, tmp_path / "out", **options)
-    train_ok(2, tmp_path / "out", **options, overwrite_output_dir=True)
+    train_ok(2, tmp_path / "out", **options, resume="auto:replace")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
     assert (tmp_path / "out" / "adapter_config.json").is_file() and not (tmp_path / "out" / ".saving").exists()
 
@@ -56,7 +56,7 @@ def test_a_run_that_cannot_start_leaves_the_earlier_result(models: Models, tmp_p
     state = load_file(broken / "model.safetensors")
     state["model.norm.weight"][3] = torch.nan
     save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
-    argv = flags(model_name=broken, dataset=data, output_dir=tmp_path / "out", overwrite_output_dir=True)
+    argv = flags(model_name=broken, dataset=data, output_dir=tmp_path / "out", resume="auto:replace")
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "model.norm.weight has values that are not finite" in output
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == earlier

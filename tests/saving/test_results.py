@@ -29,7 +29,7 @@ OPTIONS = {
     "lr_scheduler": "constant",
     "warmup": 0,
     "eval_fraction": 0.1,
-    "save_minutes": 0,
+    "save_every": "none",
     "quant_cache": "off",
     "context_length": 256,
 }
@@ -128,7 +128,7 @@ def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
 ) -> None:
     losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
-    options["save_steps"], out = 1, tmp_path / "out"
+    options["save_every"], out = 1, tmp_path / "out"
     # The second start goes on behind the first of the two evaluations without a lower loss.
     for killed_at, newest in (("evaluation", 4), ("result", 5)):
         output = run(options, tmp_path / killed_at, ANY, fault=partial(evaluate_to, losses, killed_at))

@@ -83,7 +83,7 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     names = json.loads((made / "result.json").read_text())["files"]
     assert hub.files == {name: (made / name).read_bytes() for name in names} and hub.is_private
     assert hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
-    assert write.upload(out, "owner/result", public=False) is None
+    assert write.upload(out, "owner/result") is None
     assert hub.files["best/adapter_config.json"] == (out / "best" / "adapter_config.json").read_bytes()
 
 
@@ -106,9 +106,9 @@ def test_a_repository_is_checked_before_training(
 ) -> None:
     monkeypatch.setattr(write, "get_token", lambda: login.get("token", TOKEN))
     monkeypatch.setattr(write, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
-    for option in ({"push_to_hub": repo}, {"mirror": f"hf:{repo}"}):
-        config = TrainConfig(**option)
+    for option, value in (("push_to_hub", repo), ("mirror", f"hf:{repo}")):
+        config = TrainConfig(**{option: value})
         with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
             write.check_uploads(config)
         if is_private is False:
-            write.check_uploads(dataclasses.replace(config, push_public=True))
+            write.check_uploads(dataclasses.replace(config, **{option: f"{value}:public"}))

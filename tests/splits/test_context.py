@@ -65,7 +65,7 @@ def test_numbers_do_not_depend_on_context_parallelism(case: str, models: Models,
 
 @pytest.mark.slow
 def test_run_resumes_with_another_context_parallel_size(models: Models, tmp_path: Path) -> None:
-    run = run_of("sft", models, tmp_path, 1, save_steps=3, save_total_limit=9, eval_fraction=0.2, eval_steps=4)
+    run = run_of("sft", models, tmp_path, 1, save_every=3, save_total_limit=9, eval_fraction=0.2, eval_steps=4)
     folders = [tmp_path / name for name in ("whole", "alone", "shared")]
     starts = ["off", folders[0] / "checkpoints/step_000003", folders[1] / "checkpoints/step_000006"]
     for folder, size, start in zip(folders, (2, 1, 2), starts, strict=True):

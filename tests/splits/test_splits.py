@@ -84,7 +84,7 @@ def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, 
     options = {"model_name": models("llama", **UNEVEN), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12))}
     options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", **SGD}
     # Between steps an evaluation, which ends with weights that are sharded again.
-    options |= {"eval_fraction": 0.2, "eval_steps": 1, "use_activation_cpu_offload": True}
+    options |= {"eval_fraction": 0.2, "eval_steps": 1, "recompute": "offload"}
     whole, in_pieces = tmp_path / "whole", tmp_path / "pieces"
     train_ok(2, whole, **options)
     argv = flags(output_dir=in_pieces, log_to="stdout", quant_cache="off", verbose=True, **options)

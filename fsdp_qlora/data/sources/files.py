@@ -5,7 +5,6 @@ import csv
 import gzip
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_qlora.data.content import BadRow, Row
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.files import bytes_of_variable, record_of
 from fsdp_qlora.utils.text import first_line
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]
@@ -54,10 +53,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 def _most_bytes() -> int:
     """How long a row may be: a packed file of a few KiB may unpack to more than the memory."""
-    try:
-        return int(float(os.environ.get(MAX_ROW, "128")) * 2**20)
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{MAX_ROW} is {os.environ[MAX_ROW]!r}. Give a number of MiB.") from error
+    return bytes_of_variable(MAX_ROW)
 
 
 def _max_unpacked_bytes(num_bytes: int) -> int:

@@ -25,6 +25,7 @@ from fsdp_qlora.utils.hub import conversion_advice
 from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm, bytes_of
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+BUFFER = "FSDP_QLORA_LOADING_BUFFER_MIB"  # host memory for weights that are read and not yet stored
 _SMALL_BYTES = 2**16  # smaller buffers come from malloc
 _READERS = 4  # threads; a single one cannot saturate a network disk
 

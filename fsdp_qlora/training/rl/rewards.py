@@ -111,7 +111,7 @@ class Scorer:
         try:
             return _call(reward.function, batch, self._seconds)
         except _TooLong:
-            failures = {f"it did not return within --reward_timeout {self._seconds:g} s": list(rows)}
+            failures = {f"it did not return within {self._seconds:g} s (--hang_minutes)": list(rows)}
             found = [0.0] * len(rows)
         except Exception:  # which row is it?
             failures = {}

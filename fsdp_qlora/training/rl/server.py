@@ -50,7 +50,6 @@ class ServerEngine:
     stops: Stops
     options: SamplingOptions
     vocab_size: int
-    with_logps: bool
 
     def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
         folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
@@ -93,7 +92,7 @@ class ServerEngine:
             **{"model": name, "prompt": list(prompt), "max_tokens": self.options.max_new_tokens, "seed": seed % 2**31},
             **{"temperature": self.options.temperature, **_WHOLE_DISTRIBUTION},
             **{"stop_token_ids": sorted(self.stops.tokens), "stop": [self.stops.text] if self.stops.text else []},
-            **{"return_token_ids": True, "logprobs": 0 if self.with_logps else None},
+            **{"return_token_ids": True, "logprobs": 0},
         }
 
     def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
@@ -109,11 +108,11 @@ class ServerEngine:
             response = json.loads(content)
             choice, model = response["choices"][0], response["model"]
             tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
-            logps = list(choice["logprobs"]["token_logprobs"]) if self.with_logps else None
+            if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
+                raise RequestFailed(f"an answer ended with {choice['finish_reason']!r}")
+            logps = list(choice["logprobs"]["token_logprobs"])
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise RolloutError(f"The server {self.server.url} gives an answer without {error}.") from error
-        if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
-            raise RequestFailed(f"an answer ended with {choice['finish_reason']!r}")
         problem = self._problem(tokens, logps, is_done=is_done)
         if model != request["model"]:
             problem = f"answers as {model} where {request['model']} is asked, and nothing is learned from other weights"
@@ -129,7 +128,7 @@ class ServerEngine:
             return f"returns the token {outside[0]!r}, and the model's vocabulary has {self.vocab_size}"
         if is_done and not self.stops.ends(tokens):
             return "leaves out the token that ends an answer"
-        known = [isinstance(each, (int, float)) and math.isfinite(each) for each in logps or ()]
-        if self.with_logps and known != [True] * len(tokens):
-            return "gives no log-probability of each token, which --correct_mismatch needs"
+        known = [isinstance(each, (int, float)) and math.isfinite(each) for each in logps]
+        if known != [True] * len(tokens):
+            return "gives no log-probability of each token, by which tokens are weighed"
         return None
