@@ -54,10 +54,8 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
     forms = {name: weight_files.form(source) for name, source in copies.items()}
-    with (
-        new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial,
-        new_weights(partial, forms) as files,
-    ):
+    with new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial:
+        files = new_weights(partial, forms)
         filled = {name: source for name, source in copies.items() if name not in empty}
         for name, part, content in read_pieces(weight_files, filled, "Copying"):
             files.write(name, part.start * content.element_size(), content)

@@ -172,11 +172,8 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
 def _write_weights(merged: MergedModel, folder: Path) -> None:
     forms = merged.forms()
     total = sum(form.num_bytes for form in forms.values())
-    hidden = not sys.stderr.isatty()
-    with (
-        new_weights(folder, forms) as files,
-        tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar,
-    ):
+    files, hidden = new_weights(folder, forms), not sys.stderr.isatty()
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar:
         for name, start, values in merged.pieces():
             if values.is_floating_point() and not values.isfinite().all():
                 raise UserError(

@@ -78,15 +78,13 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
     log.info("Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir())))
 
 
-@contextlib.contextmanager
-def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[PackedFiles]:
-    """New safetensors files of zeros in a model folder, to write into. Raises UserError if they do not fit on disk."""
+def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
+    """Create safetensors files of zeros in a model folder. Raises UserError if they do not fit on the disk."""
     files, free = PackedFiles(folder, forms), free_disk(folder)
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()
-    with contextlib.closing(files):
-        yield files
+    return files
 
 
 def read_pieces(

@@ -67,18 +67,18 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
     for name, source in weights.sources.items():
         forms |= packed_forms(name, layers[name]) if name in layers else {name: weights.files.form(source)}
     absmax: list[torch.Tensor] = []  # of the pieces of the weight so far
-    with new_weights(folder, forms) as files:
-        for name, part, content in read_pieces(weights.files, weights.sources, "Quantizing"):
-            if name not in layers:
-                files.write(name, part.start * content.element_size(), content)
-                continue
-            check_finite(content, name)
-            codes, of_blocks = quantize_blocks(content.to(device), layers[name].quant_type)
-            files.write(name, part.start // 2, codes.cpu())
-            absmax.append(of_blocks)
-            if part.stop == weights.files.shape(part.name).numel():
-                _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
-                absmax.clear()
+    files = new_weights(folder, forms)
+    for name, part, content in read_pieces(weights.files, weights.sources, "Quantizing"):
+        if name not in layers:
+            files.write(name, part.start * content.element_size(), content)
+            continue
+        check_finite(content, name)
+        codes, of_blocks = quantize_blocks(content.to(device), layers[name].quant_type)
+        files.write(name, part.start // 2, codes.cpu())
+        absmax.append(of_blocks)
+        if part.stop == weights.files.shape(part.name).numel():
+            _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
+            absmax.clear()
 
 
 def _write_statistics(

@@ -153,7 +153,6 @@ def save_model(
         for part, value in _as_stored(model, name, whole[name]).items() if result.writes else ():
             result.write(functools.partial(files.write, part, 0, value))
     result.write(files.sync)
-    files.close()
     result.check()
 
     def write(folder: Path) -> None:

@@ -31,11 +31,7 @@ _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 t
 
 
 class Extras(NamedTuple):
-    """Measurements besides the losses.
-
-    samples: texts generated at each evaluation. measure_tasks: runs --eval_tasks. measured: a GPU's memory and speed,
-    compared with the plan.
-    """
+    """Measurements besides the losses: generated texts, --eval_tasks, and a GPU's memory and speed beside the plan."""
 
     samples: Samples | None = None
     measure_tasks: Callable[..., dict[str, Any]] | None = None

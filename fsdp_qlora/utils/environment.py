@@ -55,13 +55,9 @@ def describe_machine() -> str:
 
 def variables() -> dict[str, str]:
     """The environment variables that change a run, with the values of secret ones hidden."""
-    names = sorted(name for name in os.environ if _VARIABLES.match(name))
-    return {name: _value(name) for name in names}
-
-
-def _value(name: str) -> str:
-    value = os.environ[name]
-    return HIDDEN if value and is_secret_name(name) else redact(_without_home(value))
+    values = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    hides = {name for name, value in values.items() if value and is_secret_name(name)}
+    return {name: HIDDEN if name in hides else redact(_without_home(value)) for name, value in values.items()}
 
 
 def _without_home(text: str) -> str:

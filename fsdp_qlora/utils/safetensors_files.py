@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +85,6 @@ class PackedFiles:
     """
 
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
-        self._descriptors: dict[Path, int] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
         self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and the offset of its bytes
@@ -127,22 +125,12 @@ class PackedFiles:
         """Write the bytes of `values`, a tensor on the CPU, at byte `start` of the tensor `name`."""
         buffer = bytes_of(values)
         path, position = self._places[name]
-        position += start
         assert start + len(buffer) <= self.forms[name].num_bytes, name
-        while buffer:
-            count = os.pwrite(self._descriptor(path), buffer, position)
-            buffer, position = buffer[count:], position + count
+        with path.open("r+b") as file:
+            file.seek(position + start)
+            file.write(buffer)
 
     def sync(self) -> None:
         """Wait until this process's writes are on disk."""
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-
-    def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_WRONLY)
-        return self._descriptors[path]
+        for path in self._headers:
+            flush(path)

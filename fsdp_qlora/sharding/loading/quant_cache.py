@@ -170,7 +170,6 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
     forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
     files = PackedFiles(folder, forms)
     with contextlib.ExitStack() as cleanup:
-        cleanup.callback(files.close)
         with _together(target.parent, mesh):
             if rank == 0:
                 _begin(target, files, cleanup)
