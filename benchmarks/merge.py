@@ -70,7 +70,6 @@ def write_base(folder: Path, config: LlamaConfig) -> dict[str, torch.Size]:
     for name, shape in shapes.items():
         for start in range(0, shape.numel(), _PIECE):
             files.write(name, 2 * start, values[: shape.numel() - start])
-    files.close()
     return shapes
 
 

@@ -28,7 +28,7 @@ Run = Callable[..., tuple[str, list[float]]]
 # Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of one.
 SHAPE = {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "intermediate_size": 500}
 NAME = "model.layers.1.mlp.down_proj.weight"
-FROM_CACHE, KEPT = "come from the cache", "Quantized weights are saved for the next start"
+FROM_CACHE, KEPT = "come from the cache", "Quantized weights were saved for the next start"
 
 
 class Runs:
