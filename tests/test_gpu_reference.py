@@ -6,7 +6,7 @@ from tests.gpu.cases import CASES, COMMON, MODEL, fingerprint, make_models, read
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 
-def test_the_losses_that_a_gpu_must_have_are_those_of_this_code(tmp_path):
+def test_reference_losses_for_gpu_tests_match_the_code(tmp_path):
     folders, reference = make_models(tmp_path / "models"), read_reference()
     what_to_do = "CUDA_VISIBLE_DEVICES= python -m tests.gpu.make_reference"
     assert {name: fingerprint(folder) for name, folder in folders.items()} == reference["models"], what_to_do

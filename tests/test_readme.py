@@ -166,7 +166,7 @@ def test_the_files_that_commands_name_are_there() -> None:
     assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_lines_that_load_an_adapter_do_so(models: Callable[..., Path], tmp_path: Path) -> None:
+def test_documented_code_loads_an_adapter(models: Callable[..., Path], tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/after_training.md").read_text(), re.M | re.S)
     model = AutoModelForCausalLM.from_pretrained(models())
     get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path / "output")

@@ -279,7 +279,7 @@ def test_a_dataset_is_named_with_configuration_split_slice_and_weight(text: str)
     assert parse_name(text) == NAMES[text]
 
 
-def test_wrong_names_are_refused_with_what_is_meant(tmp_path: Path) -> None:
+def test_invalid_dataset_weights_and_slices_are_refused(tmp_path: Path) -> None:
     for text, message in (
         ("a.jsonl:0", "the weight of a.jsonl is 0. Give a number above 0"),
         ("a.jsonl:nan", "the weight of a.jsonl is nan"),
@@ -291,7 +291,7 @@ def test_wrong_names_are_refused_with_what_is_meant(tmp_path: Path) -> None:
     assert parse_name(str(path)) == DatasetName(str(path))
 
 
-def test_a_slice_takes_these_rows(prepare: Any, tmp_path: Path) -> None:
+def test_dataset_slices_select_their_rows(prepare: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ALPACA)
     assert rows_of(f"{path}[1:3]") == rows_of(f"{path}[1:]", 2) == ALPACA[1:3]
     assert [entry.number for entry in find_source(f"{path}[1:3]").entries()] == [2, 3]

@@ -128,7 +128,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, lines: list
     assert len(lines) == 1 and lines[0].startswith("No report was written: ")
 
 
-def test_padding_is_counted_as_the_micro_batches_have_it() -> None:
+def test_report_counts_padding_as_in_the_micro_batches() -> None:
     lengths = np.array([5, 3, 8, 2])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     learned = np.ones(18, dtype=bool)

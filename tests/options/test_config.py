@@ -371,7 +371,7 @@ def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
     assert "hqq_lora needs the package hqq: pip install hqq" in error_of("--train_type", "hqq_lora")
 
 
-def test_help_lists_every_option_and_that_of_a_group_its_own(capsys):
+def test_help_lists_all_options_and_group_help_its_own(capsys):
     groups = option_help()
     helps = {name: text for group in groups.values() for name, text in group.items()}
     assert list(helps) == NAMES and all(text.endswith(".") for text in helps.values())
@@ -461,7 +461,7 @@ IDENTITY = """
 """
 
 
-def test_the_options_that_make_a_run_this_run_are_those_of_before() -> None:
+def test_options_in_a_runs_identity_are_unchanged() -> None:
     assert [name for name in NAMES if name not in names_marked(MAY_DIFFER)] == IDENTITY.split()
 
 

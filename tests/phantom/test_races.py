@@ -97,7 +97,7 @@ def small(tmp_path_factory):
     return json.loads(next(line for line in rank.output.splitlines() if line.startswith("{")))
 
 
-def test_each_kind_of_race_is_found_and_its_right_form_is_not(small):
+def test_races_are_found_and_correct_code_is_not_reported(small):
     assert len(small) == 7
     for name, (right, wrong) in small.items():
         assert not right and len(wrong) == 1, name
