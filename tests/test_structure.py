@@ -38,7 +38,7 @@ MORE_FIELDS = {"DataOptions"}  # to be divided
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 30_861,
-    "files of the library": 169,
+    "files of the library": 170,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 93,

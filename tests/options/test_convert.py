@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands.convert import convert
 from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.config.convert import convert
 from fsdp_qlora.utils.errors import UserError
 
 pytestmark = pytest.mark.quick
