@@ -31,7 +31,7 @@ class TrainResult:
     """The result of a run.
 
     output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours has
-    ended it with a checkpoint, from which the same call resumes; planned, after dry_run or show_samples.
+    ended it with a checkpoint, from which the same call resumes; planned, after dry_run.
     steps: optimizer steps done, those of earlier starts included. losses: the training loss of each, in nats.
     eval_losses: step -> held-out loss, in nats.
     """

@@ -109,7 +109,6 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,
-            "show_samples": 0,
             **({"adapter": adapter} if "--adapter" in argv else {}),
             **({"eval_dataset": rows} if "--eval_dataset" in argv else {}),
         }

@@ -197,16 +197,12 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
         return choice
     if f"{text.partition('=')[0]}=" in choices:  # a setting, whose value is free
         return text
-    raise ValueError(f"{text!r} is not a choice{_nearest(text, choices)} Choices: {', '.join(choices)}")
+    close = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    raise ValueError(f"{text!r} is not a choice{hint} Choices: {', '.join(choices)}")
 
 
 # --- unknown names ---
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence that suggests the name nearest to a misspelled one, where one is near."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else "."
 
 
 def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:

@@ -87,6 +87,10 @@ ONE_OR_TWO = Limit(
     lambda values: len(values) in (1, 2) and all(0 <= value < math.inf for value in values),
     "one or two finite numbers, 0 or more",
 )
+SAMPLES = Limit(
+    lambda value: isinstance(value, bool) or re.fullmatch(r"samples(=[1-9]\d*)?", value) is not None,
+    "true, false, samples or samples=NUMBER",
+)
 _SAVE_TIME = re.compile(r"(?P<steps>\d+)|(?P<minutes>\d+(\.\d+)?)m")
 SAVE_TIMES = Limit(
     lambda words: all(map(_SAVE_TIME.fullmatch, words)) and len(words) <= 2,

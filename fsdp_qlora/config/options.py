@@ -21,6 +21,7 @@ from fsdp_qlora.config.marks import (
     PER_NODE,
     POSITIVE,
     REPLACE,
+    SAMPLES,
     SAVE_TIMES,
     SHARE,
     SHARE_BELOW_1,
@@ -128,8 +129,6 @@ class TrainConfig:
     eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
     """Rows for evaluation, named as in dataset: rows.jsonl, folder[test], owner/name[validation]. Several are evaluated
     one by one, as in chat=chat.jsonl code=code.jsonl; the first one's loss decides which checkpoint is the best."""
-    show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Print this many rows as the model sees them, with the trained tokens in colour, and stop."""
 
     # == training ==
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
@@ -328,16 +327,15 @@ class TrainConfig:
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
     """Device of the computation; auto takes the visible GPUs, or the CPU of a machine without one. A dry run without a
     GPU plans for one, unless this is cpu."""
-    dry_run: Annotated[bool, MAY_DIFFER] = False
-    """Print the sizes, the memory per process and the steps of the run without loading weights, and stop; verbose
-    prints the options too."""
+    dry_run: Annotated[Literal["samples", "samples="] | bool, SAMPLES, MAY_DIFFER] = False
+    """Print something about the run and stop before training: true prints the sizes, the memory per process and the
+    steps, without loading weights; samples prints three rows as the model sees them, with the trained tokens in colour,
+    and samples=10 ten."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Print more at the start: memory by part and after each phase, kernels, how weights were read, the structure of
-    the model; in a dry run all options too."""
+    """Print more at the start: memory, kernels, how weights were read, the model; in a dry run all options too."""
     profile: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """Optimizer steps to record with torch.profiler: the first and the last one, such as 10:12, and what else to record
-    of stack (source lines), shapes (of inputs) and memory (a timeline). The log has a summary of the time, and
-    profiles/ in output_dir the traces."""
+    """Optimizer steps to record with torch.profiler, such as 10:12, and what else to record: stack (source lines),
+    shapes (of inputs), memory (a timeline). The log has a summary, and profiles/ in output_dir the traces."""
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Hours that the run may take, earlier starts included; it stops with a checkpoint before."""
     hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
@@ -392,7 +390,7 @@ class TrainConfig:
     @property
     def is_preview(self) -> bool:
         """Whether the run is only shown, by one process, and nothing is trained."""
-        return self.dry_run or self.show_samples > 0
+        return self.dry_run is not False
 
     @property
     def learning_rate(self) -> float:

@@ -159,6 +159,7 @@ OLDER: dict[str, Older] = {
     "name": Older("log_to", prefix="name="),
     "group": Older("log_to", prefix="group="),
     "entity": Older("log_to", prefix="entity="),
+    "show_samples": Older("dry_run", prefix="samples=", unset=("none", "0")),
     "profile_memory": Older("verbose", {"true": "true", "false": ""}),
     # A profile of steps that repeats is the first of them now; "profile" itself was a switch.
     "profile": Older("profile", {"true": "9:10", "false": ""}, unset=("false", "none")),

@@ -88,7 +88,7 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
     set_up_logging(ranks, verbose=config.verbose)
     for line in notes:
         log.info("%s", line)
-    if config.show_samples:
+    if isinstance(config.dry_run, str):
         samples = show_samples(with_kept_context(config, ranks, None))
         if ranks.is_rank_0:
             print(samples)
@@ -140,7 +140,7 @@ def show_samples(config: TrainConfig) -> str:
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
         describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)
-        for row in data.train_rows[: config.show_samples]
+        for row in data.train_rows[: int(str(config.dry_run).partition("=")[2] or 3)]
     )
 
 

@@ -89,6 +89,7 @@ OLDER_OPTIONS = {
         ["--project_name is now --log_to project=a.", "--log_to name=b c.", "--log_to entity=d."],
     ),
     "--wandb name=a --group b --project_name fsdp_qlora": ({"log_to": ("name=a", "group=b")}, ["name=a.", "group=b."]),
+    "--show_samples 9": ({"dry_run": "samples=9"}, ["--show_samples is now --dry_run samples=9."]),
     "--profile_memory": ({"verbose": True}, ["--profile_memory is now --verbose true."]),
     "--use_activation_cpu_offload true --recompute auto": ({"recompute": "offload"}, ["is now --recompute offload."]),
     "--loading_buffer_mib 64 --reward_timeout 9": (
@@ -255,6 +256,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--push_public true", "--push_public: it says how --push_to_hub uploads: give that too"),
         ("--shuffle_buffer 9", "--shuffle_buffer: it is for --streaming true"),
         ("--save_steps x", "--save_steps: expected a whole number, got 'x'"),
+        ("--dry_run samples=x", "--dry_run must be true, false, samples or samples=NUMBER"),
         ("--save_every 15s", "--save_every must be minutes such as 15m, steps such as 500, both, or none, but is"),
         ("--epsilon 0.1,0.2,0.3", "--epsilon must be one or two finite numbers"),
         ("--kto_weights -1", "--kto_weights must be one or two finite numbers"),
@@ -375,6 +377,7 @@ def test_help_lists_all_options_and_group_help_its_own(capsys):
     groups = option_help()
     helps = {name: text for group in groups.values() for name, text in group.items()}
     assert list(helps) == NAMES and all(text.endswith(".") for text in helps.values())
+    assert not [text for text in helps.values() if re.match("(Of|As of|What|Those|Where|How) ", text)]
     for words, names in (([], helps), (["data"], groups["data"])):
         with pytest.raises(SystemExit):
             parse_train_config(["--help", *words])
