@@ -61,7 +61,9 @@ class ForwardPass:
         """
         input_ids = probes.few_tokens(self.model)
         documents = {} if self.collator.schedule.padding else describe_documents([input_ids.shape[1]])
-        with self.attending(), self.autocast(), same_tokens(self.model, input_ids):
+        # Every rank has all of these tokens, and shares none of them.
+        attention = attending(self.model, self.attention)
+        with attention, self.autocast(), same_tokens(self.model, input_ids):
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
                 probes.check_reference(self.model, self.reference, inputs)
