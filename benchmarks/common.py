@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import release_loading_memory
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed

@@ -40,8 +40,9 @@ from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import RowsInMemory
-from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
+from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 
 VOCABULARY = 8192
@@ -66,7 +67,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def read_rows(args: argparse.Namespace) -> TokenizedRows:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     config = TrainConfig(dataset=(args.dataset,), context_length=args.context_length, dataset_samples=args.rows)
-    found = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer)).train
+    found = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer)).train
     return TokenizedRows(found.input_ids % VOCABULARY, found.learned, found.offsets, found.row_numbers)
 
 

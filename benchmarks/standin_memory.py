@@ -224,7 +224,7 @@ def plan_of(
 
     from benchmarks.common import random_rows_of
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.data.run_data import RunData
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.planning.placement import place
     from fsdp_qlora.planning.plan import Machine, build_plan

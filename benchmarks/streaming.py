@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.planning.run_plan import pick_data
 from tests.tiny import make_tokenizer
 
 _TEXT_BYTES, _OTHER_BYTES = 1024, 9216
@@ -54,7 +55,7 @@ def main() -> None:
         print(f"{count:,} rows, {path.stat().st_size / 2**30:.2f} GiB, made in {time.monotonic() - started:.0f} s")
         options = TrainConfig(dataset=(str(path),), context_length=512, streaming=args.shuffle_buffer)
         started = time.monotonic()
-        data = prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
+        data = prepare_data(tokenizer, pick_data(options), vocab_size=len(tokenizer))
         print(f"opened and counted in {time.monotonic() - started:.1f} s, {private_mib():.0f} MiB")
         assert data.stream is not None and data.rows_per_epoch == count
         schedule = Schedule(count, 16, 16, 1, num_epochs=1, max_steps=-1, seed=0)

@@ -20,7 +20,9 @@ from benchmarks.common import write_results
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.planning.run_plan import pick_data
 
 LAYOUTS = ("padded", "padding_free", "packed")
 
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, dict[str, Any]] = {}
     for context_length in args.context_length:
         config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
-        data = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
+        data = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
             for name in LAYOUTS:
                 schedule = config.pick(

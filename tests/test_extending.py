@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 
 import pytest
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
+from fsdp_qlora.data.text import formats, recognition
+from fsdp_qlora.data.text.rendering import prompt_record
+from fsdp_qlora.data.text.templates import ChosenTemplate
+from fsdp_qlora.training.generation.questions import PromptFormat, read_questions
 from fsdp_qlora.training.rl import builtin_rewards, rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
@@ -95,6 +100,17 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
     assert json.loads(entry.read_text())["quantizer"] == "float8"
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
+
+
+def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    example = SECTIONS["dataset format"].partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setattr(formats, "FORMATS", formats.FORMATS.copy())
+    monkeypatch.setattr(recognition, "FORMATS", formats.FORMATS)
+    exec(example, {"__name__": "example"})
+    [(_, asked)] = read_questions(write_rows(tmp_path / "rows.jsonl", [{"riddle": "river 0"}]))
+    tokenizer = AutoTokenizer.from_pretrained(make_model(tmp_path / "model"))
+    ids = PromptFormat(tokenizer, prompt_record("riddle", ChosenTemplate())).ids(asked)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Riddle: river 0\nSolution:"
 
 
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.data.run_data import RunData
     from fsdp_qlora.distributed.ranks import Ranks
     from fsdp_qlora.planning.placement import PlacedModel
 

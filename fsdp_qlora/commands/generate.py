@@ -64,9 +64,10 @@ def with_model(command: str, args: argparse.Namespace, use: Callable[..., None])
 
 def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
     """Load the model and answer. Called on every rank."""
+    from fsdp_qlora.data.content import Fields
     from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
     from fsdp_qlora.training.generation.generate import SamplingOptions
-    from fsdp_qlora.training.generation.questions import question, read_questions
+    from fsdp_qlora.training.generation.questions import read_questions
 
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
@@ -74,6 +75,6 @@ def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: P
     if args.prompts:
         answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:
-        model.stream(question(args.prompt, system=args.system), 0, sys.stdout)
+        model.stream(Fields(args.prompt, "", system=args.system), 0, sys.stdout)
     else:
         chat(model, args.system)

@@ -111,14 +111,14 @@ def refuse_names(config: TrainConfig) -> None:
         UserError: as the run would say it, some imports later.
     """
     from fsdp_qlora.data.sources import source as sources  # the hub's client takes a while to import
-    from fsdp_qlora.data.text import formats
+    from fsdp_qlora.data.text import recognition
     from fsdp_qlora.utils import hub
 
     if not is_started_by_others() and not hub.is_here(config.model_name):
         hub.find_model_folder(
             config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
         )
-    asked = formats.AskedFormat(config.dataset_format, formats.parse_columns(config.columns))
+    asked = recognition.AskedFormat(config.dataset_format, recognition.parse_columns(config.columns))
     for name in map(sources.parse_name, config.dataset):
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():

@@ -1,5 +1,6 @@
 """Rows as they are read, and as content: what a format finds in a row before a template turns it into text."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ class Chat:
     images: tuple[Image, ...] = ()
     """The images in the order in which messages show them, as parts of type image. Then all contents are in parts."""
 
+    def refuse_unanswered(self) -> None:
+        """Raise BadRow if the assistant says nothing."""
+        if not any(message["role"] == "assistant" for message in self.messages):
+            raise BadRow("no assistant turn, so nothing to learn")
+
     def learned_turns(self, learn: str) -> list[int]:
         """The places of the messages that are learned: those of the assistant, all or the last, without weight 0."""
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -115,6 +121,36 @@ class PreferenceRow:
 
 Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
+
+
+Asked = Fields | Chat | Rendered
+"""A prompt: what a row holds in front of its answer."""
+
+
+def without_answer(content: Content) -> Asked:
+    """The prompt of a row. Raises BadRow if it has none."""
+    if isinstance(content, Fields):
+        return dataclasses.replace(content, response="")
+    if isinstance(content, Chat):
+        messages = [*content.messages]
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise BadRow("the assistant alone speaks, so nothing is asked")
+        return dataclasses.replace(content, messages=messages, weights=())
+    assert not isinstance(content, PreferenceRow)
+    rendered = content if isinstance(content, Rendered) else Rendered(content)
+    segments = [*rendered.segments]
+    while segments and segments[-1].learned and rendered.kind != "document":
+        segments.pop()
+    return Rendered(segments, "text" if rendered.kind == "document" else rendered.kind)
+
+
+def asked_text(asked: Asked) -> str:
+    """The text of a prompt; of a chat that of its last message."""
+    if isinstance(asked, Chat):
+        return "".join(texts_of(asked.messages[-1]))
+    return asked.instruction if isinstance(asked, Fields) else "".join(each.text for each in asked.segments)
 
 
 def text_of(row: Row, column: str, *, required: bool = True) -> str:

@@ -25,6 +25,7 @@ from fsdp_qlora.export.model_folder import build_plain_model
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.planning.run_plan import data_options
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD
 
@@ -59,7 +60,9 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit, context_length=length)
     run = dataclasses.replace(run, resume="off", adapter=str(merge.adapter.path))
     options = data_options(run, merge.folder, tokenizer)
-    rows, report = prepare_rows(tokenizer, options)
+    rows, report, prompts = prepare_rows(tokenizer, options)
+    if prompts:
+        raise UserError(f"--verify compares losses of answers, and --objective {run.objective} has prompts alone.")
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
     if noted and noted != record_of(report, options):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)

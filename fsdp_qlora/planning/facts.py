@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel
@@ -78,9 +78,9 @@ def run_facts(plan: Plan) -> dict[str, Any]:
 
 def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
     """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
-    lengths = data.train.lengths[data.train_rows]
+    lengths = data.lengths[data.train_rows]
     longest = int(lengths.max())
-    steps = schedule.rounds_of_first_steps(data.train_rows, data.train.lengths)
+    steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
     counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
     return {
         "rows": len(data.train_rows),
@@ -91,6 +91,6 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": 1 - float(np.mean([schedule.useful_shares(each, data.train.lengths)[0] for each in steps])),
+        "padding_share": 1 - float(np.mean([schedule.useful_shares(each, data.lengths)[0] for each in steps])),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }

@@ -49,7 +49,7 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
 
     config, data = read_rows(config, model)
     planner = Planner(config, request, model, data, tokens)
-    number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
+    number, longest = data.rows_per_epoch or len(data.train_rows), data.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
     log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
     return planner

@@ -17,11 +17,12 @@ from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.run_folder import is_finished
 from fsdp_qlora.config.marks import REPLACE
-from fsdp_qlora.config.objectives import PROMPTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.content import Asked
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import DataOptions, RunData, TextOptions
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.distributed.ranks import Ranks
@@ -35,9 +36,8 @@ from fsdp_qlora.planning.rollout_memory import Generation, plan_generation
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.planning.search import choose_settings
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
-from fsdp_qlora.training.generation.questions import Question, read_questions
+from fsdp_qlora.training.generation.questions import read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
-from fsdp_qlora.training.rl.dataset import PromptData, read_prompts
 from fsdp_qlora.training.rl.rewards import Reward, load_rewards
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD, RUN
@@ -54,7 +54,7 @@ class Plan:
     data: RunData
     schedule: Schedule
     warmup_steps: int
-    questions: tuple[Question, ...] = ()
+    questions: tuple[Asked, ...] = ()
     """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
     """The tasks of --eval_tasks."""
@@ -99,9 +99,9 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     generation = None
-    if isinstance(data, PromptData) and not config.rollout_url:
+    if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
-        longest_row = int(data.train.lengths.max())
+        longest_row = int(data.lengths.max())
         generation = plan_generation(placed, schedule.global_batch_size, longest_row, free)
     warmup_steps = num_warmup_steps(config, schedule)
     plan = Plan(placed, data, schedule, warmup_steps, asked, tasks, rewards, generation, chosen)
@@ -116,15 +116,9 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
     if not model.meta.parts.towers:
-        options = dataclasses.replace(options, image_processor=None)
-    data = prepare(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
+        options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
+    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
     return dataclasses.replace(config, context_length=data.context_length), data
-
-
-def prepare(tokenizer: PreTrainedTokenizerBase, options: DataOptions, **limits: Any) -> RunData:
-    """The rows of the objective's kind. limits: vocab_size and longest, as for `prepare_data`."""
-    read = read_prompts if options.row_kind == PROMPTS else prepare_data
-    return read(tokenizer, options, **limits)
 
 
 def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:
@@ -163,15 +157,20 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
 
     A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
-    options = config.pick(DataOptions, image_processor=ImageProcessor.find(folder, config.model_name))
+    options = pick_data(config, ImageProcessor.find(folder, config.model_name))
     continued = config.output_dir if config.start_from == "auto" else config.start_from
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
     own = [each for each in records if each.get("options", {}).get("model_name") in (None, config.model_name)]
     is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own)
     if config.prompt_template is None and not is_plain and models.is_made_for_chats(folder, tokenizer):
-        return dataclasses.replace(options, prompt_template=CHAT)
+        return dataclasses.replace(options, text=dataclasses.replace(options.text, prompt_template=CHAT))
     return options
+
+
+def pick_data(config: TrainConfig, image_processor: ImageProcessor | None = None) -> DataOptions:
+    """The options of the rows as they are given. image_processor: the model's, if it has one."""
+    return config.pick(DataOptions, text=config.pick(TextOptions, image_processor=image_processor))
 
 
 def _log_plan(config: TrainConfig, plan: Plan) -> None:

@@ -10,11 +10,10 @@ from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.model.architecture.attention import can_share
 from fsdp_qlora.planning.placement import longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
-from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.utils.errors import UserError
 
 _TOKENS = 10e6  # to train on, where no dataset is known
@@ -37,7 +36,7 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 
 def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
-    rows, is_answered = data.rows_per_epoch, isinstance(data, PromptData)
+    rows, is_answered = data.rows_per_epoch, data.prompts is not None
     if data.have_images and config.context_size > 1:
         raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
     schedule = config.pick(
@@ -85,7 +84,7 @@ class RunRows:
 
     def __init__(self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None) -> None:
         self.config, self.data, self.schedule = config, data, schedule
-        self.lengths = np.minimum(data.train.lengths, schedule.context_length)
+        self.lengths = np.minimum(data.lengths, schedule.context_length)
         self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
 
     def planned(self) -> PlannedRows:
@@ -101,7 +100,7 @@ class RunRows:
         if self.data.rows_per_epoch is None:
             return longest_allowed(self.config)
         computed = self.data.train.num_learned_from(shares_prompts=self._shares_prompts)
-        computed = np.minimum(computed, self.schedule.context_length)
+        computed = np.minimum(computed + self.data.completion_length, self.schedule.context_length)
         longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)
         most_values = np.sort(self.data.train.image_sizes[:, 1])[-self.schedule.batch_size :].sum()
         return self._lengths_of(longest)._replace(image_values=int(most_values))
@@ -119,7 +118,8 @@ class RunRows:
         """Tokens of a micro-batch as they are computed, padding included."""
         rows, most = self.data.train, self.config.longest_row
         learned = rows.learned_documents(micro_batch)
-        found = np.minimum(rows.document_offsets[learned + 1] - rows.document_offsets[learned], most).tolist()
+        lengths = rows.document_offsets[learned + 1] - rows.document_offsets[learned] + self.data.completion_length
+        found = np.minimum(lengths, most).tolist()
         if self.schedule.padding:
             found = [max(found, default=0)] * len(found)
         shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if self._shares_prompts else None

@@ -17,7 +17,7 @@ from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.rows import Lengths
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.model_parts import Offload
@@ -31,7 +31,6 @@ from fsdp_qlora.planning.plan import Machine, ModelPlan
 from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
-from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB
 
@@ -250,8 +249,8 @@ class Planner:
     def _most_rows(self) -> int:
         """In a micro-batch that is tried."""
         most = max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
-        if isinstance(self.data, PromptData):  # each step has prompts of its own
-            answers = len(self.data.prompts) * self.config.num_generations
+        if self.data and self.data.prompts:  # each step has prompts of its own
+            answers = len(self.data.prompts.rows) * self.config.num_generations
             most = min(most, answers // self.model.machine.data_size(1))
         return most
 

@@ -20,7 +20,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.collator import Collator
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.content import Asked, Chat
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_loading_memory, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
@@ -25,7 +26,7 @@ from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
-from fsdp_qlora.training.generation.questions import PromptFormat, Question, chosen_format, question
+from fsdp_qlora.training.generation.questions import PromptFormat, chosen_format
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 
 log = logging.getLogger("fsdp_qlora")
@@ -86,7 +87,7 @@ class LoadedModel:
         self.stops = Stops(tokenizer, model, self.format.stop_text)
         self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
-    def stream(self, asked: Question, number: int, output: Any) -> str:
+    def stream(self, asked: Asked, number: int, output: Any) -> str:
         """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
         answers = [Answer(number, self.format.ids(asked))] if self.ranks.is_rank_0 else []
         printed = 0
@@ -106,7 +107,7 @@ class LoadedModel:
         print(text[printed:], file=output, flush=True)
         return text
 
-    def answer_all(self, asked: Sequence[Question], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    def answer_all(self, asked: Sequence[Asked], batch_size: int) -> Iterator[list[dict[str, Any]]]:
         """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
         every rank."""
         size = batch_size * self.ranks.world_size
@@ -121,9 +122,7 @@ class LoadedModel:
         return {"completion": self.stops.text_of(answer), "num_tokens": len(answer.tokens), "finish": finish}
 
 
-def answer_file(
-    model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Question]], out: Path, batch_size: int
-) -> None:
+def answer_file(model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Asked]], out: Path, batch_size: int) -> None:
     """Answer the rows of a file; `out` holds them with a completion each, and appears when it is complete.
 
     Raises:
@@ -147,15 +146,15 @@ def chat(model: LoadedModel, system: str) -> None:
     is_terminal = sys.stdin.isatty()
     # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
     waiting = dist.new_group(timeout=_IDLE, backend="gloo")
-    messages = question("", system=system).messages[:-1]
-    number = 0
+    first = [{"role": "system", "content": system}] if system else []
+    messages, number = first, 0
     if model.ranks.is_rank_0 and is_terminal:
         print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
     while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:
         if not line:
-            messages = question("", system=system).messages[:-1]
+            messages = first
             continue
-        asked = Question([*messages, {"role": "user", "content": line}])
+        asked = Chat([*messages, {"role": "user", "content": line}])
         text = model.stream(asked, number, sys.stdout)
         number += 1
         if model.format.keeps_history:

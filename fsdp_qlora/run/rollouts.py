@@ -17,7 +17,6 @@ from fsdp_qlora.training.forward import token_logprobs
 from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.rl.client import Server
-from fsdp_qlora.training.rl.dataset import PromptData
 from fsdp_qlora.training.rl.embedded import EmbeddedEngine
 from fsdp_qlora.training.rl.engine import Engine
 from fsdp_qlora.training.rl.records import RolloutFile
@@ -30,7 +29,7 @@ from fsdp_qlora.utils.run_files import ADAPTERS
 
 def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
     """The source of a run's rows: its data, or answers to its prompts."""
-    if not isinstance(plan.data, PromptData):
+    if not plan.data.prompts:
         return plan.data.source
     stops = stops_of(plan.model.tokenizer, trainer.model, plan.data.provenance["prompt"])
     seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit

@@ -27,6 +27,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.data.batches.tokenization import describe_sample
+from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.distributed.device import configure_kernels, make_deterministic
 from fsdp_qlora.distributed.process_group import (
     check_agreement,
@@ -49,7 +50,7 @@ from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.placement import PlacedModel, check_resources
 from fsdp_qlora.planning.plan import read_model
-from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, prepare, with_kept_context
+from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, with_kept_context
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
 from fsdp_qlora.run.rollouts import open_source, stops_of
 from fsdp_qlora.run.supervision import Extras, Guard
@@ -136,7 +137,7 @@ def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
     folder, model_config, tokenizer = read_model(config)
     options, longest = data_options(config, folder, tokenizer), models.most_positions(model_config)
-    data = prepare(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
+    data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
         describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)

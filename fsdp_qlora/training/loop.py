@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.data.batches.schedule import RowSource
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped, TrainingError

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
 from fsdp_qlora.config.text import identity_settings, resolved_options
+from fsdp_qlora.data.content import Fields, asked_text
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training.generation.generate import Draws, Samples, SamplingOptions
 from fsdp_qlora.training.generation.questions import read_questions
@@ -165,6 +166,11 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, t
     assert "\n".join([*answers, ""]) in chat
 
 
+def test_a_prompt_with_input_is_an_instruction_with_it(tmp_path: Path) -> None:
+    [(_, asked)] = read_questions(write_rows(tmp_path / "rows.jsonl", [{"prompt": "sort", "input": "b a"}]))
+    assert asked == Fields("sort", "", context="b a")
+
+
 def test_draws_follow_temperature_top_p_and_seed() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -5.0])
 
@@ -187,7 +193,7 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -
     path = tmp_path / "prompts.jsonl"
     path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
     [(row, asked)] = read_questions(path)
-    assert row["prompt"] == asked.messages[-1]["content"] == text
+    assert row["prompt"] == asked_text(asked) == text
     samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])

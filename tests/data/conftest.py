@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.data_report import DataReport
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prepare import prepare_rows
 from fsdp_qlora.data.text.chat_template import TemplateWorker
+from fsdp_qlora.planning.run_plan import pick_data
 from tests.data.rows import TOKENIZER
 
 WORKER = TemplateWorker()  # for all tests: a start takes seconds
@@ -44,6 +45,6 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., An
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen = given.pop("tokenizer", TOKENIZER)
         config = TrainConfig(dataset=(str(dataset),), **{"context_length": 512, **given})
-        return prepare_rows(chosen, config.pick(DataOptions, image_processor=None))
+        return prepare_rows(chosen, pick_data(config))[:2]
 
     return call

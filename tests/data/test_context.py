@@ -11,10 +11,11 @@ import yaml
 
 from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data import prepare
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data import pipeline
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.planning.run_plan import with_kept_context
+from fsdp_qlora.planning.run_plan import pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS
 from tests.tiny import flags, make_rows, run_ranks, spelled_tokenizer, write_rows
 
@@ -31,7 +32,7 @@ def prepared(
 ) -> RunData:
     options = {"dataset": tuple(map(str, paths)), "context_length": context_length, "max_bad_rows": 1.0, **given}
     tokenizer = spelled_tokenizer("byte_level")
-    options = TrainConfig(**options).pick(DataOptions, image_processor=None)
+    options = pick_data(TrainConfig(**options))
     return prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
 
 
@@ -71,7 +72,7 @@ def test_auto_context_is_the_power_of_two_that_keeps_99_percent(name: str, tmp_p
 def test_auto_context_samples_rows_of_large_datasets(
     tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "_MOST_MEASURED", 10)
+    monkeypatch.setattr(pipeline, "_MOST_MEASURED", 10)
     path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 60, *[200] * 20))
     assert prepared([path]).context_length == 256 and "99% of 10 of 80 rows have at most" in lines[0]
 

@@ -8,7 +8,8 @@ import pytest
 
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.data.batches.tokenization import encode
-from fsdp_qlora.data.text.formats import FORMATS, AskedFormat
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import AskedFormat
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate
 from tests.data.conftest import WORKER

@@ -15,10 +15,12 @@ from transformers import AutoTokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import cache
 from fsdp_qlora.data.content import FOLDER
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.image_store import are_as_kept, keep, load
+from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.rows import write_jsonl, write_parquet
 from tests.parity.test_images import gemma3, make_multimodal, picture, png
@@ -89,7 +91,7 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def call(path: Path, **given: Any) -> RunData:
         config = TrainConfig(dataset=(str(path),), **{"context_length": 300, **given})
-        options = config.pick(DataOptions, image_processor=ImageProcessor.find(model, "model"))
+        options = pick_data(config, ImageProcessor.find(model, "model"))
         return prepare_data(tokenizer, options, vocab_size=len(tokenizer))
 
     return call

@@ -13,13 +13,13 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.batches.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
-from fsdp_qlora.data.content import BadRow, Chat, Segment
+from fsdp_qlora.data.content import BadRow, Chat, Fields, Segment
 from fsdp_qlora.data.text.chat_template import APART, ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
 from fsdp_qlora.distributed.supervision.clock import within
-from fsdp_qlora.training.generation.questions import PromptFormat, question
+from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.rows import rows_of, write_parquet
@@ -227,9 +227,10 @@ def test_extreme_chats_are_rejected_as_bad_rows(name: str, monkeypatch: pytest.M
 def test_prompts_are_filled_in_the_bounded_process_too() -> None:
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = template()
-    asked = question("hi", system="so")
+    asked = [{"role": "system", "content": "so"}, {"role": "user", "content": "hi"}]
     prompts = PromptFormat(tokenizer, {"kind": "chat"})
-    assert prompts.ids(asked) == tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True)["input_ids"]
+    expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
+    assert prompts.ids(Fields("hi", "", system="so")) == prompts.ids(Chat(asked)) == expected
     prompts.close()
     with pytest.raises(UserError, match="more than 2 GiB"):
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.data.sources.source import DatasetName, find_source, parse_name
-from fsdp_qlora.planning.run_plan import data_options
+from fsdp_qlora.planning.run_plan import data_options, pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker
 from tests.data.rows import rows_of, write_csv, write_jsonl, write_parquet
@@ -49,7 +50,7 @@ def prepare(
         config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given})
         caplog.clear()
         with caplog.at_level(logging.INFO, "fsdp_qlora"):
-            data = prepare_data(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
+            data = prepare_data(tokenizer, pick_data(config), vocab_size=len(tokenizer))
         return data, caplog.text
 
     return call

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import write_csv, write_json, write_jsonl, write_parquet
 from tests.tiny import make_rows, make_tokenizer
@@ -32,7 +34,7 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
     def open_it(dataset: Path, **given: Any) -> RunData:
         usual = {"dataset": (str(dataset),), "streaming": 10, "context_length": 512}
         options = TrainConfig(**{**usual, **given})
-        return prepare_data(tokenizer, options.pick(DataOptions, image_processor=None), vocab_size=len(tokenizer))
+        return prepare_data(tokenizer, pick_data(options), vocab_size=len(tokenizer))
 
     return open_it
 

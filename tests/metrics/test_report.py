@@ -19,7 +19,7 @@ import pytest
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.observability.report import make_page, read_run, write_at_end, write_report
 from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS

@@ -99,7 +99,7 @@ def learn(runs: Sequence[dict[str, Any]], advantages: Sequence[Sequence[Sequence
         advantages: of each run, generation and answer.
     """
     from fsdp_qlora.commands.run_config import parse_train_config
-    from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.data.run_data import RunData
     from fsdp_qlora.distributed.process_group import connect, start_process_group, stop_process_group
     from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
     from fsdp_qlora.distributed.supervision.stops import Control

@@ -15,12 +15,15 @@ from fsdp_qlora.data.batches.data_report import DataReport
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
-from fsdp_qlora.data.text.formats import FORMATS, AskedFormat
+from fsdp_qlora.data.prepare import prepare_rows
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
+from fsdp_qlora.data.text.recognition import AskedFormat
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
+from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import RunRows, make_schedule
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import spelled_tokenizer
@@ -83,7 +86,7 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
     tokenizer = spelled_tokenizer("byte_level")
     tokenizer.chat_template = CHAT
     config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", "context_length": 512, **options})
-    return prepare_rows(tokenizer, config.pick(DataOptions, image_processor=None))
+    return prepare_rows(tokenizer, pick_data(config))[:2]
 
 
 @pytest.mark.quick

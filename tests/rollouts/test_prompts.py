@@ -1,6 +1,7 @@
 """Prompts of a run that makes its rows: what a row asks, what functions get of it, and which rows are left out."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.prepare import DataOptions
+from fsdp_qlora.data.content import PreferenceRow, asked_text, without_answer
+from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import Prompt, RunData
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.training.rl.dataset import PromptData, read_prompts
+from fsdp_qlora.training.generation.questions import read_questions
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_tokenizer, write_rows
 
@@ -28,21 +34,26 @@ CHATML = (
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "sort"}]
 
 
-def read(folder: Path, rows: list[Any], **options: Any) -> PromptData:
-    """read_prompts of a file with these rows."""
+def read(folder: Path, rows: list[Any], **options: Any) -> RunData:
+    """The rows of a run whose dataset is a file with these."""
     make_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = CHATML
     path = folder / "rows.jsonl"
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
     usual = {"dataset": (str(path),), "max_completion_length": 8, "objective": "grpo", "rewards": ("number",)}
-    picked = TrainConfig(**{**usual, **options}).pick(DataOptions, image_processor=None)
-    return read_prompts(tokenizer, picked, vocab_size=len(tokenizer))
+    picked = pick_data(TrainConfig(**{**usual, **options}))
+    return prepare_data(tokenizer, picked, vocab_size=len(tokenizer))
 
 
-def texts(data: PromptData, folder: Path) -> list[str]:
+def prompts_of(data: RunData) -> tuple[Prompt, ...]:
+    assert data.prompts is not None
+    return data.prompts.rows
+
+
+def texts(data: RunData, folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer.decode(prompt.ids) for prompt in data.prompts]
+    return [tokenizer.decode(prompt.ids) for prompt in prompts_of(data)]
 
 
 def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> None:
@@ -58,26 +69,89 @@ def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> 
     assert found[0] == "<s>sort:"
     assert found[1] == found[2] == "<system>be brief<user>sort<assistant>"
     assert "Question:\nsort?" in found[3] and found[3].endswith("Answer:\n") and "b a" in found[4]
-    assert [prompt.asked for prompt in data.prompts[:2]] == ["sort:", ASKED]
-    assert data.prompts[2].asked == ASKED and data.prompts[3].asked == "sort?"
+    assert [prompt.asked for prompt in prompts_of(data)[:2]] == ["sort:", ASKED]
+    assert prompts_of(data)[2].asked == ASKED and prompts_of(data)[3].asked == "sort?"
     filled = texts(read(tmp_path, [{"question": "sort?"}], prompt_template="chat"), tmp_path)
     assert filled == ["<user>sort?<assistant>"]
+
+
+# The columns of rows that GRPO knows as prompts, as texts know them -> the text before the completion.
+KNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "problem": ({"problem": "sort", "solution": "1"}, "### Instruction:\nsort\n\n### Response:"),
+    "query": ({"query": "sort"}, "### Instruction:\nsort\n\n### Response:"),
+    "conversations": ({"conversations": [{"from": "human", "value": "sort"}]}, "<user>sort<assistant>"),
+    "a chat of functions": ({"contents": [*ASKED]}, "<system>be brief<user>sort<assistant>"),
+    "options": ({"question": "which", "options": ["A", "B"], "rationale": "x", "correct": "A"}, "which\nA\nB"),
+    "guanaco": ({"text": "### Human: a### Assistant: b### Human: c### Assistant: d"}, "### Human: c### Assistant:"),
+    "another case": ({"Question": "sort?"}, "Question:\nsort?"),
+    "a system prompt": ({"prompt": "sort", "system": "be brief"}, "<system>be brief<user>sort<assistant>"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_grpo_knows_the_prompt_columns_that_texts_know(name: str, tmp_path: Path) -> None:
+    row, text = KNOWN[name]
+    data = read(tmp_path, [row])
+    assert text in texts(data, tmp_path)[0]
+    columns = prompts_of(data)[0].columns
+    assert {name: columns[name] for name in row if name != "prompt"} == {k: row[k] for k in row if k != "prompt"}
+
+
+def test_columns_and_a_format_name_the_prompt(tmp_path: Path) -> None:
+    row = {"messages": ASKED, "task": "list", "question": "sort?"}
+    found = [
+        *texts(read(tmp_path, [row], columns=("instruction=task", "ignore=messages")), tmp_path),
+        *texts(read(tmp_path, [row], dataset_format="question_answer"), tmp_path),
+    ]
+    assert "Instruction:\nlist" in found[0] and "Question:\nsort?" in found[1]
+    with pytest.raises(UserError, match="no prompt in a column"):
+        read(tmp_path, [{"messages": ASKED}], dataset_format="question_answer")
+
+
+# Columns that can be a prompt, and that of its answer, in the order in which they count.
+IN_ORDER = {
+    "instruction": "output",
+    "conversations": "",
+    "question": "answer",
+    "prompt": "completion",
+    "query": "response",
+    "problem": "solution",
+    "input": "output",
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(IN_ORDER, 2)])
+def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: str, tmp_path: Path) -> None:
+    row: dict[str, Any] = {name: [{"from": "human", "value": name}] if name == "conversations" else name
+                           for name in (second, first)}  # fmt: skip
+    answered = row | {column: "yes" for name in row if (column := IN_ORDER[name])}
+    reading = AskedFormat().find([*answered], [answered])
+    trained = FORMATS[reading.dataset_format].read({name: answered[column] for column, name in reading.names.items()})
+    preferred = FORMATS["preference"].read(row | {"chosen": "yes", "rejected": "no"})
+    assert isinstance(preferred, PreferenceRow)
+    [(_, generated)] = read_questions(write_rows(tmp_path / "prompts.jsonl", [answered]))
+    asked = [
+        without_answer(trained),
+        without_answer(preferred.answers[0]),
+        generated,
+        AskedFormat().prompt(answered)[1],
+    ]
+    assert list(map(asked_text, asked)) == [first] * 4
 
 
 def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
     rows = [{"task": "sort", "prompt_id": 7, "answer": [1, 2], "completion": "old", "other": "x"}]
     data = read(tmp_path, rows, columns=("prompt=task", "ignore=other"))
-    assert data.prompts[0].columns == {"prompt_id": 7, "answer": [1, 2]}
-    with pytest.raises(UserError, match=r"has no column missing\. It has: answer, completion"):
+    assert prompts_of(data)[0].columns == {"prompt_id": 7, "answer": [1, 2]}
+    with pytest.raises(UserError, match=r"has no column 'missing'\. It has: task, prompt_id"):
         read(tmp_path, rows, columns=("prompt=missing",))
 
 
-def test_planned_rows_have_the_longest_possible_completion(tmp_path: Path) -> None:
+def test_the_table_has_prompts_and_their_lengths_with_completions(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
-    for row, prompt in enumerate(data.prompts):
-        table = data.train[row]
-        assert table.input_ids[: len(prompt.ids)].tolist() == prompt.ids
-        assert table.learned.tolist() == [False] * len(prompt.ids) + [True] * 8
+    for row, prompt in enumerate(prompts_of(data)):
+        assert data.train[row].input_ids.tolist() == prompt.ids and data.lengths[row] == len(prompt.ids) + 8
+    assert not data.train.learned.any()
     assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
 
 
@@ -87,8 +161,8 @@ def test_rollout_planning_works_without_a_dot_token(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "aa"}, {"prompt": "?"}])
     usual = {"objective": "grpo", "rewards": ("number",), "max_completion_length": 3, "max_bad_rows": 1.0}
     config = TrainConfig(dataset=(str(path),), **usual)
-    data = read_prompts(tokenizer, config.pick(DataOptions, image_processor=None), vocab_size=3)
-    assert data.train.input_ids.tolist() == [2, 2, 1, 1, 1]
+    data = prepare_data(tokenizer, pick_data(config), vocab_size=3)
+    assert data.train.input_ids.tolist() == [2, 2] and data.lengths.tolist() == [5]
     assert [reason for _, reason in data.rejected] == ["the prompt has no tokens"]
 
 
@@ -97,7 +171,7 @@ def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[
     with pytest.raises(UserError, match="5 of 6 rows cannot be used"):
         read(tmp_path, rows, context_length=32)
     data = read(tmp_path, rows, context_length=32, max_bad_rows=1.0)
-    assert len(data.prompts) == 1
+    assert len(prompts_of(data)) == 1
     reasons = {place.rpartition(":")[2]: reason for place, reason in data.rejected}
     assert "no room" in reasons["4"] and "no prompt in a column" in reasons["2"] == reasons["3"] != reasons["6"]
     with pytest.raises(UserError, match="has no prompts"):

@@ -172,12 +172,13 @@ def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokeniz
     """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what is learned after."""
     document = tokenized.documents([row])[0]
     start, end = tokenized.document_offsets[document : document + 2]
-    first = start + int(tokenized.learned[start:end].argmax())
-    asked, learned = (
+    learned = np.flatnonzero(tokenized.learned[start:end])
+    first = start + int(learned[0]) if len(learned) else end  # nothing of a prompt is learned
+    asked, answer = (
         " ".join(str(tokenizer.decode(tokenized.input_ids[span])).split())
         for span in (slice(start, first), slice(first, end))
     )
-    return f"Sample, row {tokenized.row_numbers[row]}: ...{asked[-40:]} -> {learned}"
+    return f"Sample, row {tokenized.row_numbers[row]}: ...{asked[-40:]} -> {answer}"
 
 
 def describe_sample(
@@ -226,6 +227,13 @@ def encode(
             noted = () if start else row.notes + notes
             arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
             yield EncodedRow(number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
+
+
+def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """The token ids in front of an answer."""
+    [row] = encode([(0, prompt)], tokenizer, context_length=2**31)
+    ids: Ids = row.ids.tolist()
+    return ids if prompt.kind in ("chat", "tokens") else ids[:-1]  # without the end token
 
 
 def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:

@@ -136,9 +136,9 @@ class ChatTemplate:
         rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
         return rows, tuple(reply["notes"])
 
-    def text(self, messages: list[Message], worker: TemplateWorker, *, add_generation_prompt: bool = False) -> str:
+    def text(self, chat: Chat, worker: TemplateWorker, *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation. Raises as `fill` does."""
-        return str(self._ask(worker, Chat(messages), add_generation_prompt=add_generation_prompt)["text"])
+        return str(self._ask(worker, chat, add_generation_prompt=add_generation_prompt)["text"])
 
     def _ask(self, worker: TemplateWorker, chat: Chat, **request: object) -> dict[str, Any]:
         try:

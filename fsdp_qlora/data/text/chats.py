@@ -108,8 +108,6 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": unicode_of(system, "system")})
         weights.insert(0, None)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("no assistant turn, so nothing to learn")
     images.show_rest(messages)
     unused = dict.fromkeys(
         key for turn in turns for key, value in turn.items() if value is not None and key not in _USED

@@ -15,8 +15,10 @@ from fsdp_qlora.data.text import chats
 
 SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
-INSTRUCTIONS = ("question", "instruction", "input")  # prompts that are filled into a template, as where texts are rows
-PROMPTS = ("conversations", "prompt", *INSTRUCTIONS)  # the first that is filled counts
+# Prompts that are filled into a template, as where texts are rows.
+INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
+# The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
+PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "input")
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:

@@ -4,12 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, get_type_hints
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.content import BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
+from fsdp_qlora.data.content import Asked, BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
@@ -19,6 +18,8 @@ from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemp
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
+_MARK = "<<answer>>"
+T = TypeVar("T")
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
 
 
@@ -42,30 +43,18 @@ class Renderer:
         workers: Sequence[TemplateWorker],
         image_processor: ImageProcessor | None = None,
     ) -> None:
-        self._chosen, self._learn, self._workers, self._image_processor = chosen, learn, workers, image_processor
+        self._is_chat, self._learn, self._workers, self._image_processor = (
+            chosen.is_chat,
+            learn,
+            workers,
+            image_processor,
+        )
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
     def render_all(self, rows: Sequence[Row], read: Callable[[Row], Content]) -> list[list[Rendered] | BadRow]:
         """Read and render rows, spread over the workers; of each what `render` returns, or why it cannot be used."""
-
-        def render_share(first: int) -> list[list[Rendered] | BadRow]:
-            return [self._rendered(row, read, self._workers[first]) for row in rows[first::num]]
-
-        num = len(self._workers) if len(rows) >= _WORTH_WORKERS else 1
-        found: list[list[Rendered] | BadRow] = [[]] * len(rows)
-        with ThreadPoolExecutor(num) as threads:
-            for first, share in enumerate(threads.map(render_share, range(num))):
-                found[first::num] = share
-        return found
-
-    def _rendered(self, row: Row, read: Callable[[Row], Content], worker: TemplateWorker) -> list[Rendered] | BadRow:
-        try:
-            return self.render(read(row), worker)
-        except BadRow as reason:
-            return reason
-        except RecursionError:
-            return BadRow("nested too deeply")
+        return spread(rows, lambda row, worker: self.render(read(row), worker), self._workers)
 
     def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.
@@ -79,6 +68,21 @@ class Renderer:
             raise BadRow("nothing to learn")
         return rendered
 
+    def prompt(self, asked: Asked, worker: TemplateWorker | None = None) -> Rendered:
+        """The text in front of an answer. Raises BadRow or UserError as `render` does."""
+        if isinstance(asked, Fields):
+            asked = as_chat(asked) if self._is_chat else Rendered(self._prompt.fill(asked)[:-1], "template")
+        if isinstance(asked, Chat):
+            text = self._chat_template.text(asked, worker or self._workers[0], add_generation_prompt=True)
+            asked = Rendered([Segment(text, learned=False)], "chat")
+        return asked
+
+    def after_answer(self) -> str:
+        """The text that follows the answer to an instruction."""
+        if not self._is_chat:
+            return self._prompt.fill(Fields("?", ""))[-1].text
+        return self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0]).partition(_MARK)[2]
+
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields) and content.notes:
             first, *others = self._render(dataclasses.replace(content, notes=()), worker)
@@ -86,8 +90,9 @@ class Renderer:
         if isinstance(content, Fields) and content.shows:
             content = read_chat(content.shows, as_chat(content).messages)
         if isinstance(content, Fields):
-            content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), "template")
+            content = as_chat(content) if self._is_chat else Rendered(self._prompt.fill(content), "template")
         if isinstance(content, Chat):
+            content.refuse_unanswered()
             if content.images and self._image_processor is None:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
@@ -124,6 +129,25 @@ class Renderer:
         return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
 
 
+def spread(
+    rows: Sequence[Row], make: Callable[[Row, TemplateWorker], T], workers: Sequence[TemplateWorker]
+) -> list[T | BadRow]:
+    """Make something of each row, many rows on all workers; the reason where a row cannot be used."""
+
+    def make_one(row: Row, worker: TemplateWorker) -> T | BadRow:
+        try:
+            return make(row, worker)
+        except BadRow as reason:
+            return reason
+        except RecursionError:
+            return BadRow("nested too deeply")
+
+    num = len(workers) if len(rows) >= _WORTH_WORKERS else 1
+    with ThreadPoolExecutor(num) as threads:
+        shares = list(threads.map(lambda n: [make_one(row, workers[n]) for row in rows[n::num]], range(num)))
+    return [shares[place % num][place // num] for place in range(len(rows))]
+
+
 def _learns(row: Rendered) -> bool:
     return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
 
@@ -139,7 +163,7 @@ def prompt_record(
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
         `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
     """
-    content = _content_of(dataset_format)
+    content = FORMATS[dataset_format].content if dataset_format in FORMATS else None
     if content is Chat or is_chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
     if content is Fields or is_filled:
@@ -148,17 +172,19 @@ def prompt_record(
     return {"kind": TEXT}
 
 
-def _content_of(dataset_format: str) -> object:
-    """The type of a format's rows, by the annotation of its reader; None where there is no such format."""
-    if dataset_format not in FORMATS:
-        return None
-    read = FORMATS[dataset_format].read
-    return get_type_hints(read.func if isinstance(read, partial) else read).get("return")
+def recorded_template(record: Mapping[str, Any]) -> ChosenTemplate:
+    """The template of a record of `prompt_record`."""
+    if record["kind"] == CHAT:
+        return ChosenTemplate(CHAT, chat=record.get("chat_template"))
+    if record["kind"] == TEXT:
+        return ChosenTemplate()
+    names = [field.name for field in dataclasses.fields(PromptTemplate)]
+    return ChosenTemplate(record["name"], PromptTemplate(**{name: record[name] for name in names}))
 
 
 def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
     """One line: how instructions become text, of `prompt_record`, and what the other way is; empty for other rows."""
-    if _content_of(dataset_format) is not Fields:
+    if dataset_format not in FORMATS or FORMATS[dataset_format].content is not Fields:
         return ""
     names = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
     name = next(names, "FILE")
@@ -169,9 +195,8 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     """The text in front of an answer by a record of kind TEMPLATE, with places for a row's content."""
-    names = [field.name for field in dataclasses.fields(PromptTemplate)]
-    template = PromptTemplate(**{name: record[name] for name in names})
-    filled = {}
+    template, filled = recorded_template(record).prompt, {}
+    assert template is not None
     for title, context in (("with an input", "{input}"), ("without", "")):
         filled[title] = template.fill(Fields("{instruction}", "", context=context))[0].text
     if filled["with an input"].replace("{input}", "") == filled["without"]:

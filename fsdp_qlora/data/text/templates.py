@@ -162,9 +162,9 @@ def _parse_template(text: str, name: str) -> ChosenTemplate:
 
 
 def as_chat(fields: Fields) -> Chat:
-    """An instruction as a conversation, for a chat template; the context follows the instruction."""
+    """An instruction as a conversation, for a chat template; the context follows the instruction, and a response."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     last = (f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction, fields.response)
     for instruction, response in (*fields.history, last):
         messages += [{"role": "user", "content": instruction}, {"role": "assistant", "content": response}]
-    return Chat(messages)
+    return Chat(messages if fields.response else messages[:-1])

@@ -21,12 +21,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from fsdp_qlora.data.content import Asked, asked_text
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
-from fsdp_qlora.training.generation.questions import PromptFormat, Question
+from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.utils.files import staged_file
 from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.redact import redact_values
@@ -191,7 +192,7 @@ class Samples:
     """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
 
     def __init__(
-        self, questions: Sequence[Question], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
+        self, questions: Sequence[Asked], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
     ) -> None:
         self._questions, self._generator = questions, generator
         self._prompts = [prompt_format.ids(asked) for asked in questions]
@@ -211,7 +212,7 @@ class Samples:
             self._generator.generate(answers[index : index + 1], beat=beat)
         texts = gather_answers(answers, self._generator.stops.text_of, ranks.device)
         records = [
-            {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
+            {"step": step, "prompt": asked_text(asked), "text": text}
             for asked, text in zip(self._questions, texts, strict=True)
         ]
         if ranks.is_rank_0:

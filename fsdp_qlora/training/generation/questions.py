@@ -1,36 +1,22 @@
 """Prompts in the format of a run: from a question to the token ids before the answer."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.batches.tokenization import encode
-from fsdp_qlora.data.content import BadRow, Fields, Rendered, Segment
-from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.batches.tokenization import encode_prompt
+from fsdp_qlora.data.content import Asked, BadRow, Chat, Fields, Rendered, Segment, asked_text, texts_of
+from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, prompt_record
-from fsdp_qlora.data.text.templates import PromptTemplate, find_template
+from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, TEXT, Renderer, prompt_record, recorded_template
+from fsdp_qlora.data.text.templates import TEMPLATES, find_template
 from fsdp_qlora.utils.errors import UserError
 
-_MARK = "<<answer>>"
-# Columns of a file of prompts -> what they mean; a row has one of the first four.
-_INSTRUCTION, _CONTEXT = ("instruction", "question", "prompt", "text"), ("input", "context")
-
-
-class Question(NamedTuple):
-    """A question: a conversation that ends with the user, or an instruction with its context."""
-
-    messages: list[dict[str, str]]
-    context: str = ""
-
-
-def question(text: str, *, system: str = "", context: str = "") -> Question:
-    messages = [{"role": "system", "content": system}] if system else []
-    return Question([*messages, {"role": "user", "content": text}], context)
+_AS_INSTRUCTION = AskedFormat(renames={"prompt": "instruction"})
 
 
 class PromptFormat:
@@ -43,48 +29,28 @@ class PromptFormat:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
-        self._tokenizer, self._record = tokenizer, record
-        self._chat_template, self._worker = ChatTemplate(tokenizer, record.get("chat_template")), TemplateWorker()
-        self.stop_text = self._find_stop_text().strip()
+        self._tokenizer, self._kind, self._worker = tokenizer, record["kind"], TemplateWorker()
+        self._renderer = Renderer(
+            tokenizer, recorded_template(record), "assistant", TEMPLATES["alpaca"], [self._worker]
+        )
+        try:
+            self.stop_text = "" if self._kind == TEXT else self._renderer.after_answer().strip()
+        except BadRow as reason:
+            raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
     @property
     def keeps_history(self) -> bool:
         """Whether a prompt begins with earlier questions and answers."""
-        return bool(self._record["kind"] == CHAT)
+        return bool(self._kind == CHAT)
 
-    def ids(self, asked: Question) -> list[int]:
+    def ids(self, asked: Asked) -> list[int]:
         """The token ids before the answer.
 
         Raises:
             UserError: the chat template refuses the conversation.
         """
-        if self._record["kind"] == CHAT:
-            messages = asked.messages
-            if asked.context:
-                last = f"{messages[-1]['content']}\n\n{asked.context}"
-                messages = [*messages[:-1], {**messages[-1], "content": last}]
-            text = self._fill_chat(messages, add_generation_prompt=True)
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        if self._record["kind"] == TEMPLATE:
-            rendered = Rendered(self._segments(asked)[:-1])
-        else:
-            text = "\n".join(
-                [*(message["content"] for message in asked.messages), *[asked.context] * bool(asked.context)]
-            )
-            rendered = Rendered([Segment(text, learned=True)], "text")
-        [row] = encode([(0, rendered)], self._tokenizer, 10**9)
-        return [int(token) for token in row.ids[:-1]]  # without the end token
-
-    def _segments(self, asked: Question) -> list[Segment]:
-        names = [field.name for field in dataclasses.fields(PromptTemplate)]
-        template = PromptTemplate(**{name: self._record[name] for name in names})
-        system = "".join(message["content"] for message in asked.messages if message["role"] == "system")
-        fields = Fields(asked.messages[-1]["content"], "", asked.context, system)
-        return template.fill(fields)
-
-    def _fill_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         try:
-            return self._chat_template.text(messages, self._worker, add_generation_prompt=add_generation_prompt)
+            return encode_prompt(self._renderer.prompt(_of_kind(asked, self._kind)), self._tokenizer)
         except BadRow as reason:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
@@ -92,13 +58,20 @@ class PromptFormat:
         """End the process that fills chat templates; the next prompt starts it again."""
         self._worker.close()
 
-    def _find_stop_text(self) -> str:
-        if self._record["kind"] == TEMPLATE:
-            return self._segments(question("?"))[-1].text
-        if self._record["kind"] == CHAT:
-            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-            return self._fill_chat(messages).partition(_MARK)[2]
-        return ""
+
+def _of_kind(asked: Asked, kind: str) -> Asked:
+    """The question in the form of the rows that a model was trained on, whatever form it was given in."""
+    if kind == TEXT and isinstance(asked, Fields | Chat):
+        texts = [asked.system, asked.instruction, asked.context] if isinstance(asked, Fields) else _texts(asked)
+        return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
+    if kind == TEMPLATE and isinstance(asked, Chat):
+        return Fields(asked_text(asked), "", system="".join(_texts(asked, "system")))
+    return Fields(asked_text(asked), "") if kind != TEXT and isinstance(asked, Rendered) else asked
+
+
+def _texts(chat: Chat, role: str = "") -> list[str]:
+    """The texts of the messages, of one role or of all."""
+    return ["".join(texts_of(message)) for message in chat.messages if role in ("", message["role"])]
 
 
 def chosen_format(
@@ -115,7 +88,14 @@ def chosen_format(
     return prompt_record("", chosen, is_chat=bool(chosen.is_chat or tokenizer.chat_template))
 
 
-def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
+def _has_context(row: Mapping[str, Any]) -> bool:
+    """Whether the row has a `prompt` with the context of an instruction."""
+    return bool(row.get("input") or row.get("context")) and row.keys() & {"instruction", "question", "prompt"} == {
+        "prompt"
+    }
+
+
+def read_questions(path: Path) -> list[tuple[dict[str, Any], Asked]]:
     """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a prompt in each line.
 
     Returns:
@@ -133,33 +113,14 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
             continue
         try:
             row = json.loads(line) if path.suffix in (".jsonl", ".json") else line
+            row = {"prompt": row} if isinstance(row, str) else row
+            if not isinstance(row, dict):
+                raise BadRow("not an object or a text")
+            found.append((row, _AS_INSTRUCTION.prompt(row)[1] if _has_context(row) else AskedFormat().prompt(row)[1]))
+        except BadRow as reason:
+            raise UserError(f"{path}:{number} has no question that can be asked: {reason}.") from reason
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{number} is not JSON ({error}). Give one object in each line.") from error
-        row = {"prompt": row} if isinstance(row, str) else row
-        if isinstance(row, dict) and (row.get("images") or row.get("image")):
-            raise UserError(f"{path}:{number} shows images, and answers are generated to text alone.")
-        asked = question_of(row)
-        if asked is None:
-            raise UserError(f"{path}:{number} has no question: give messages, or {', '.join(_INSTRUCTION)}.")
-        found.append((row, asked))
     if not found:
         raise UserError(f"{path} has no prompts.")
     return found
-
-
-def question_of(row: Any) -> Question | None:
-    if not isinstance(row, dict):
-        return None
-    messages = row.get("messages")
-    if isinstance(messages, list):
-        known = all(
-            isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-            for message in messages
-        )
-        while known and messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        return Question(messages) if known and messages else None
-    texts = [row[name] for name in _INSTRUCTION if isinstance(row.get(name), str) and row[name]]
-    contexts = [row[name] for name in _CONTEXT if isinstance(row.get(name), str)]
-    system = row.get("system") if isinstance(row.get("system"), str) else ""
-    return question(texts[0], system=str(system), context="".join(contexts[:1])) if texts else None

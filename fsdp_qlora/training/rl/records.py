@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.prompts import join_completions
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.records import parse_record
 from fsdp_qlora.utils.run_files import ROLLOUTS_FILE
@@ -57,18 +58,10 @@ def table_of(answers: Sequence[Answer]) -> TokenizedRows:
     """The rows of a step."""
     prompts, tokens = ([each[name] for each in answers] for name in ("prompt_ids", "token_ids"))
     return dataclasses.replace(
-        join_answers(prompts, tokens, [each["row"] for each in answers]),
+        join_completions(prompts, tokens, [each["row"] for each in answers]),
         advantages=np.array([each["advantage"] for each in answers], np.float32),
         **{name: _of_tokens(answers, name) for name in ("old_logps", "sampled_logps") if name in answers[0]},
     )
-
-
-def join_answers(prompts: Sequence[Numbers], answers: Sequence[Numbers], numbers: Numbers) -> TokenizedRows:
-    """A row of each prompt and its answer, which is learned. numbers: of the prompts' rows in the dataset."""
-    parts = [np.asarray(part, np.int32) for pair in zip(prompts, answers, strict=True) for part in pair]
-    ends, learned = np.cumsum([0, *map(len, parts)], dtype=np.int64), np.tile([False, True], len(prompts))
-    ids = np.concatenate([np.zeros(0, np.int32), *parts])
-    return TokenizedRows(ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64))
 
 
 def _of_tokens(answers: Sequence[Answer], name: str) -> np.ndarray:

@@ -11,10 +11,10 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
+from fsdp_qlora.data.run_data import Prompt, RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.rl.dataset import Prompt, PromptData
 from fsdp_qlora.training.rl.engine import Completion, Engine, run_on_rank_0
 from fsdp_qlora.training.rl.records import Answer, RolloutFile, table_of
 from fsdp_qlora.training.rl.rewards import Scorer
@@ -31,7 +31,7 @@ class Rollouts:
     where those of the step itself are as good. scale_rewards: as the option.
     """
 
-    data: PromptData
+    data: RunData
     engine: Engine
     scorer: Scorer
     file: RolloutFile
@@ -72,7 +72,8 @@ class Rollouts:
 
     def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Answer]:
         """Answer prompts [prompts, answers], given by their rows; called on every rank, with the same result."""
-        prompts = [self.data.prompts[row] for row in rows.ravel()]
+        assert self.data.prompts is not None
+        prompts = [self.data.prompts.rows[row] for row in rows.ravel()]
         completions = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
         given = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()

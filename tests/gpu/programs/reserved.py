@@ -21,7 +21,7 @@ from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import StepRows
-from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.shards import build_mesh, local_part
 from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import Machine, build_plan

@@ -1,0 +1,236 @@
+"""Turns the rows of one dataset into tokens, and reports on the rows that cannot be used."""
+
+import dataclasses
+import logging
+import shlex
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import islice
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.config.objectives import TEXTS
+from fsdp_qlora.data.batches import tokenization
+from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
+from fsdp_qlora.data.batches.data_report import NUMBERS_SHOWN, DataReport
+from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, spread
+from fsdp_qlora.data.content import FOLDER, BadRow, Row, SourceFile
+from fsdp_qlora.data.run_data import DataOptions, Prompt, TextOptions
+from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.files import ChooseColumns
+from fsdp_qlora.data.sources.source import Entry, Source
+from fsdp_qlora.data.text import preferences
+from fsdp_qlora.data.text.chat_template import TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import AskedFormat, Reading, parse_columns, reads
+from fsdp_qlora.data.text.rendering import Renderer
+from fsdp_qlora.data.text.templates import find_template
+from fsdp_qlora.utils.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+_FIRST_ROWS = 1000  # of a stream, which are checked before training
+_MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
+
+
+class DatasetPipeline:
+    """Turns the rows of the one `options.dataset` into tokens, whole or as a stream. source: if it is known already."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        workers: Sequence[TemplateWorker],
+        source: Source | None = None,
+    ) -> None:
+        self.tokenizer, self.options, self.workers = tokenizer, options, workers
+        [self.dataset] = map(sources.parse_name, options.dataset)
+        text = options.text
+        self.template = find_template(text.prompt_template)
+        self.asked = AskedFormat(text.asked_format, parse_columns(text.columns))
+        self.used: ChooseColumns = self.asked.used
+        self.prompts: list[Prompt] = []
+        self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
+        named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
+        self.samples = named if options.dataset_samples is None else options.dataset_samples
+        self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
+        self._reading: Reading | None = None  # known from the first rows on
+
+    def all_rows(self) -> tuple[TokenizedRows, DataReport]:
+        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
+        source = self.source
+
+        def make() -> tuple[TokenizedRows, DataReport]:
+            made = self._tokenize(source, source.entries(self.samples, used=self.used), show_progress=True)
+            if source.fingerprint() != source.identity:
+                raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
+            return made
+
+        rows, report = through_cache(self._key, make)
+        return rows, dataclasses.replace(report, origin=source.origin)  # the same content may be at another path now
+
+    @property
+    def _key(self) -> list[object]:
+        """All that the rows depend on."""
+        text, kind, source = self.options.text, self.options.text.row_kind, self.source
+        key: list[object] = [source.identity, source.start, source.stop, self.samples, self.asked.renames]
+        key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
+        key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
+        key += text.image_processor.identity if text.image_processor else []
+        key += [kind.name, preferences.PROMPTS, text.max_completion_length] if kind != TEXTS else []
+        return key + ([f"rated {text.rating_threshold}"] if text.rating_threshold is not None else [])
+
+    def measured(self) -> DataReport:
+        """The report on the uncut rows that decide; num_rows were read, and num_used of them tokenized."""
+
+        def make() -> tuple[TokenizedRows, DataReport]:
+            limit = _FIRST_ROWS if self.options.streaming else self.samples
+            num_rows, chosen = spread(self.source.entries(limit, used=self.used), _MOST_MEASURED)
+            _, report = self._tokenize(self.source, chosen)
+            return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
+
+        return through_cache(["measured", *self._key], make)[1]
+
+    def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
+        """The first rows, which are checked as others are, their report, and the stream of all rows."""
+        options, source = self.options, self.source
+
+        def tokenize(entries: Iterable[Entry]) -> tuple[TokenizedRows, DataReport]:
+            block, report = self._tokenize(source, entries)
+            tokenization.check_vocabulary(block, vocab_size)
+            return block, report
+
+        stream = RowStream(
+            source,
+            tokenize,
+            used=self.used,
+            block_rows=options.shuffle_buffer,
+            seed=options.seed,
+            max_bad_rows=options.max_bad_rows,
+            num_rows=source.count() if options.max_steps < 0 else None,
+        )
+        entries, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
+        first, report = tokenize(entries)
+        if report.num_apart and options.max_steps < 0:
+            raise UserError(
+                "--streaming true: turns of these chats, which the chat template renders differently when others "
+                "follow, or pieces of these texts become rows of their own, so the number of rows is unknown. Give "
+                "--max_steps."
+            )
+        check_report(report, options)
+        at_a_time = f"{options.shuffle_buffer:,} rows at a time"
+        log.info("%s is streamed, and shuffled %s; these were its first.", self.dataset.name, at_a_time)
+        return first, report, stream
+
+    def _tokenize(
+        self, source: Source, entries: Iterable[Entry], *, show_progress: bool = False
+    ) -> tuple[TokenizedRows, DataReport]:
+        """Tokenize entries in batches, so that few rows are in memory as text."""
+        pieces, lengths = [NO_ROWS], [0]
+        report, left = DataReport(source.origin), iter(entries)
+        with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
+            while batch := list(islice(left, sources.ROWS_PER_BATCH)):
+                if rows := self._rows(batch, source, report):
+                    piece, of_rows = self._tokenize_batch(rows, source.origin, report)
+                    pieces.append(piece)
+                    lengths += of_rows
+                bar.update(len(batch))
+        if not self._columns:
+            [(place, reason), *_] = report.places() or [(source.origin, "the dataset is empty")]
+            more = f" None of its {report.num_rows:,} rows can be read." if report.num_rows else " Give one with rows."
+            raise UserError(f"{place}: {reason}.{more}")
+        joined = join_rows(pieces)
+        report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="inverted_cdf"))
+        report.count(joined)
+        return joined, report
+
+    def _rows(self, entries: Sequence[Entry], source: Source, report: DataReport) -> list[tuple[int, Row, str]]:
+        """(number, row, the folder of its file) of the entries that are rows; the others are in the report."""
+        rows: list[tuple[int, Row, str]] = []
+        for part, offset, number, row in entries:
+            if not report.parts or report.parts[-1].offset != offset:
+                report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
+            if isinstance(row, BadRow):
+                report.reject(offset + number, str(row))
+            else:
+                rows.append((offset + number, row, source.folder_of(part)))
+        report.num_rows += len(entries)
+        return rows
+
+    def _tokenize_batch(
+        self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
+    ) -> tuple[TokenizedRows, list[int]]:
+        """The tokens of rows, and the number of each row's before any are cut."""
+        named = self._named(rows, origin, report)
+        row_format, text = FORMATS[report.dataset_format], self.options.text
+        if text.rating_threshold is not None:
+            read = partial(row_format.read, threshold=text.rating_threshold)
+            row_format = dataclasses.replace(row_format, read=read)
+        renderer = Renderer(
+            self.tokenizer, self.template, text.learn, row_format.template, self.workers, text.image_processor
+        )
+        length = self.options.longest_row
+        return tokenization.tokenize_batch(named, row_format, renderer, self.tokenizer, length, report)
+
+    def _named(self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport) -> list[tuple[int, Row]]:
+        """(number, row) of those that can be used, whose columns are called as their format calls them."""
+        known = len(self._columns)
+        self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
+        if len(self._columns) > known or self._reading is None:
+            first_rows = [row for _, row, _ in rows[: sources.ROWS_LOOKED_AT]]
+            asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
+            found = asked.find(list(self._columns), first_rows, origin)
+            self._reading = found if self.options.text.image_processor else found.without_images()
+            _check_objective(self._reading, self.options.text, first_rows, origin)
+        report.dataset_format = self._reading.dataset_format
+        report.unused_columns = [column for column in self._columns if column not in self._reading.names]
+        named: list[tuple[int, Row]] = []
+        for number, row, folder in rows:
+            try:
+                named.append((number, {**self._reading.named(row), FOLDER: folder}))
+            except BadRow as reason:
+                report.reject(number, str(reason))
+        return named
+
+
+def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
+    """Refuse rows that the objective cannot learn from. Raises UserError."""
+    found, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
+    if found == wanted:
+        return
+    if wanted != TEXTS:
+        raise UserError(
+            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these rows have none in "
+            "columns of known names. Other names are given with --columns."
+        )
+    alone = ""
+    if "chosen" in reading.names.values():
+        columns, text_format = preferences.chosen_alone(first_rows[0], reading.names)
+        if reads(first_rows, columns, text_format):
+            options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
+            alone = f"; or train on the chosen answers alone, with {options_alone}"
+    say = f"Say how to learn from them, such as --objective {found.objective}"
+    raise UserError(f"{origin}: these rows are {found.described}. {say}{alone}.")
+
+
+def check_report(report: DataReport, options: DataOptions) -> None:
+    """Log what became of the rows, and raise UserError if none is left or too many were rejected."""
+    allowed, num_bad = options.max_bad_rows, report.num_rejected
+    advice = report.describe_cut(options.longest_row)
+    if report.num_used == 0 or num_bad > allowed * report.num_rows:
+        lines = [*report.describe_rejected().values()]
+        if len(lines) > NUMBERS_SHOWN:
+            lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
+        cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
+        raise UserError(
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are {allowed:.1%}. "
+            f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])
+        )
+    log.info("%s", report.describe())
+    for line in report.describe_rejected().values():
+        log.warning("Rows left out, %s", line)
+    for line in [*report.describe_notes(), *advice]:
+        log.warning("%s", line)

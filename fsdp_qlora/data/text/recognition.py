@@ -1,0 +1,224 @@
+"""Recognizes the format of a dataset's rows by their columns, and gives rows the format's names of columns."""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from fsdp_qlora.data.content import Asked, BadRow, Chat, Row
+from fsdp_qlora.data.text import preferences
+from fsdp_qlora.data.text.advice import advise
+from fsdp_qlora.data.text.formats import ALIASES, ASKING, FORMATS, PROMPT_ALIASES, Alias
+from fsdp_qlora.utils.errors import UserError
+
+MEDIA = ("images", "image", "audios", "audio", "videos", "video")
+# Columns that change what an answer means. A row in which one is filled and not used would be learned in a wrong sense.
+WATCHED = (
+    "input", "context", "system", "system_prompt", "history", "query", "tools", "functions", "label", *MEDIA,
+)  # fmt: skip
+IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
+
+_MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
+
+
+class Reading(NamedTuple):
+    """How the rows of a dataset are read.
+
+    names: the columns that are used -> their names in the format. watched: those that must be empty.
+    """
+
+    dataset_format: str
+    names: Mapping[str, str]
+    watched: Sequence[str]
+
+    def named(self, row: Row) -> Row:
+        """The columns that are used, called as in the format. Raises BadRow if a watched one is filled."""
+        for column in self.watched:
+            if (reason := self._unused_meaning(column, row.get(column))) is not None:
+                raise BadRow(reason)
+        return {self.names[column]: value for column, value in row.items() if column in self.names}
+
+    def without_images(self) -> "Reading":
+        """The same for a model of text alone: rows with images cannot be used."""
+        names = {column: name for column, name in self.names.items() if name != "images"}
+        return self._replace(names=names, watched=[*self.watched, *(self.names.keys() - names.keys())])
+
+    def _unused_meaning(self, column: str, value: object) -> str | None:
+        if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
+            return None
+        without = f"--columns {IGNORE}={column} trains without it"
+        if column == "label" and str(value).lower() == "true":
+            return None
+        if column == "label" and str(value).lower() == "false":
+            return (
+                f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
+            )
+        if column in MEDIA:
+            return f"{column}: only text can be trained on; {without}, blind"
+        return f"{column} is filled, and the format {self.dataset_format} does not use it; {without}"
+
+    def can_use(self, row: Row) -> bool:
+        try:
+            content = FORMATS[self.dataset_format].read(self.named(row))
+            if isinstance(content, Chat):
+                content.refuse_unanswered()
+        except (BadRow, RecursionError):
+            return False
+        return True
+
+
+class AskedFormat(NamedTuple):
+    """The format of a dataset as the options name it.
+
+    name: a key of FORMATS, or "auto" for the first that fits. renames: of `parse_columns`.
+    """
+
+    name: str = "auto"
+    renames: Mapping[str, str] = {}
+
+    def find(self, columns: Sequence[str], first_rows: Sequence[Row], origin: str = "") -> Reading:
+        """How rows with these columns are read.
+
+        Args:
+            first_rows: tell formats apart that have the same columns.
+            origin: the dataset's path or name, for the message.
+        Raises:
+            UserError: the format is unknown, a column to rename is not there, or columns that it needs are missing.
+        """
+        self.check(columns, origin)
+        if (found := self._told(columns, first_rows)) is not None:
+            if found.dataset_format == "text" and self.name == "auto":
+                names = found.names
+                _refuse_other_text([{names.get(key, key): row[key] for key in row} for row in first_rows], origin)
+            return found
+        lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
+        middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
+        unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
+        if self.name == "auto" and any(self._replace(name="ratings")._fitting(lists)):
+            raise UserError(f"{unasked} dpo.")
+        if self.name == "label" and any(self._replace(name="rating")._fitting(columns)):
+            raise UserError(f"{unasked} kto.")
+        wanted, works = FORMATS.get(self.name), partial(reads, first_rows, dataset_format=self.name)
+        needed = f" The format {self.name} needs {', '.join(wanted.columns)}." if wanted else ""
+        raise UserError(
+            f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
+        )
+
+    def check(self, columns: Sequence[str], origin: str) -> None:
+        """Raise UserError if the format is unknown, or a column to rename is not there."""
+        if self.name != "auto" and self.name not in FORMATS:
+            raise UserError(f"dataset_format: unknown format {self.name!r}. Formats: {', '.join(['auto', *FORMATS])}.")
+        if missing := [name for name in self.renames if name not in columns]:
+            raise UserError(
+                f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
+            )
+
+    def prompt(self, row: Row) -> tuple[str, Asked]:
+        """The format of a row that may lack an answer, and its prompt: by the first format that its filled columns fit.
+
+        Raises:
+            BadRow: no column is a prompt, its prompt cannot be read, or it has images.
+        """
+        columns = tuple(column for column, value in row.items() if value)
+        if {"images", "image"} & {self.renames.get(column, column) for column in columns}:
+            raise BadRow("images: answers are generated to text alone")
+        for name, names in _prompt_formats(self.name, tuple(self.renames.items()), columns):
+            named = {names[column]: row[column] for column in columns if column in names}
+            if (recognizes := FORMATS[name].recognizes) is None or self.name == name or recognizes(named):
+                return name, FORMATS[name].prompt(named)
+        known = dict.fromkeys(column for each in FORMATS.values() for column in each.asks[-1:])
+        raise BadRow(f"no prompt in a column {', '.join((*known, *ASKING))}")
+
+    def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
+        """Find the format, or None if no format fits."""
+        for name, names in self._fitting(columns):
+            recognizes = FORMATS[name].recognizes if self.name == "auto" else None
+            named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
+            if recognizes is None or any(map(recognizes, named)):
+                return Reading(name, names, [column for column in self._watched(columns) if column not in names])
+        return None
+
+    def _watched(self, columns: Sequence[str]) -> list[str]:
+        return [column for column in columns if column in WATCHED and self.renames.get(column) != IGNORE]
+
+    def used(self, columns: Sequence[str]) -> set[str]:
+        """The columns that the rows' format may use; all where no format fits, which is said later."""
+        used: set[str] = set()
+        for name, names in self._fitting(columns):
+            used |= names.keys()
+            if FORMATS[name].recognizes is None:
+                break
+        return used | {*self._watched(columns)} - {*MEDIA} if used else set(columns)
+
+    def _fitting(
+        self, columns: Sequence[str], aliases: Sequence[Alias] = ALIASES, *, is_answered: bool = True
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        """(name, the columns that are used -> their names) of each format that fits. A name of --columns is of that
+        column alone. is_answered: whether columns of the answer are needed, too.
+        """
+        renames = self.renames
+        given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+        shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
+        for name, alias in (*shapes, *aliases):
+            if self.name not in ("auto", name) or not alias.keys() <= set(given.values()):
+                continue
+            if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
+                continue
+            ours = {column: alias.get(named, named) for column, named in given.items()}
+            if wanted := FORMATS[name].renames(ours.values(), is_answered=is_answered):
+                yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
+
+
+@lru_cache
+def _prompt_formats(
+    name: str, renames: tuple[tuple[str, str], ...], columns: tuple[str, ...]
+) -> list[tuple[str, dict[str, str]]]:
+    """(name, columns -> their names) of the formats that prompts with these columns fit, in the order of `FORMATS`.
+
+    Formats for which the row has an answer, too, come first: so it is asked what it is trained on.
+    """
+    asked = AskedFormat(name, dict(renames))
+    answered = [found for found in asked._fitting(columns, ()) if found[0] != "text"]
+    fitting = [*answered, *asked._fitting(columns, PROMPT_ALIASES, is_answered=False)]
+    return [found for found in fitting if FORMATS[found[0]].asks]
+
+
+def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "auto") -> bool:
+    """Whether most of the rows can be used with these options."""
+    asked = AskedFormat(dataset_format, parse_columns(columns))
+    found = asked._told(list(dict.fromkeys(itertools.chain(*rows))), rows)
+    return found is not None and sum(map(found.can_use, rows)) > len(rows) / 2
+
+
+def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
+    """Raise UserError where texts are chats, or messages of one, and not documents, some of which show such markup."""
+    anyway = "--dataset_format text learns all of it as it is"
+    if any("parent_id" in row and "role" in row for row in rows):
+        raise UserError(
+            f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
+            f"answers without them. Give whole conversations, or the trees; {anyway}."
+        )
+    marked = [found for row in rows if (found := _MARKUP.search(str(row.get("text"))))]
+    if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
+        raise UserError(
+            f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions would be learned "
+            f"too, and the end token twice. Give the messages, which the model's template fills; {anyway}."
+        )
+
+
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE."""
+    renames: dict[str, str] = {}
+    for item in columns:
+        ours, equals, theirs = item.partition("=")
+        if not (ours and equals and theirs):
+            raise UserError(
+                f"columns: {item!r} does not say which column is which. Write the format's name first, then the "
+                "dataset's: instruction=task."
+            )
+        if theirs in renames or (ours in renames.values() and ours != IGNORE):
+            name = theirs if theirs in renames else ours
+            raise UserError(f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once.")
+        renames[theirs] = ours
+    return renames
