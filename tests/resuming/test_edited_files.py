@@ -15,9 +15,8 @@ from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.result import publish_files, record_result
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import StartRequest
-from fsdp_qlora.commands.cache import list_entries
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
+from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry, list_entries
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import run_files
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
