@@ -61,17 +61,17 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
+    "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options, takes_training_options=True),
     "export": Command("export a checkpoint as an adapter", export.run, export.add_options, takes_training_options=True),
     "merge": Command("merge an adapter into its base", merge.run, merge.add_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", gguf.run, gguf.add_options),
     "generate": Command("generate text", generate.run, generate.add_options, takes_training_options=True),
     "evaluate": Command(
-        "measure loss and perplexity, or tasks", evaluate.run, evaluate.add_options, takes_training_options=True
+        "measure loss and perplexity, or lm-eval tasks", evaluate.run, evaluate.add_options, takes_training_options=True
     ),
-    "report": Command("draw the curves of runs, side by side, in one HTML file", report.run, report.add_options),
+    "report": Command("draw the curves of runs in one HTML file", report.run, report.add_options),
     "quantize": Command("save a model in 4 bits", quantize.run, quantize.add_options),
-    "expand": Command("add identity blocks (LLaMA Pro)", expand.run, expand.add_options),
+    "expand": Command("insert identity blocks to train (LLaMA Pro)", expand.run, expand.add_options),
     "cache": Command("list and prune the cache of quantized weights", cache.run, cache.add_options),
     "configs": Command("list the settings that come with the program", configs.run, configs.add_options),
     "convert": Command("convert a config of another trainer", convert.run, convert.add_options),

@@ -11,7 +11,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the config of another trainer as one for --config: what is known, and the rest as comments with a reason.
-    fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
+    """Print the config of another trainer as a file for --config. Options without an equivalent become comments, with a
+    reason. fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
     """
     print(convert(Path(args.config).expanduser()), end="")

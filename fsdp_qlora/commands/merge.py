@@ -15,10 +15,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         choices=["original", "dequantized"],
-        help="what the adapter is added to: the weights in the base's files, or these after the run's quantization, "
-        "which the adapter was trained on (default: original; with --verify, the better one)",
+        help="weights to merge into: those of the base's files, or the dequantized ones that the adapter was trained "
+        "on (default: original; with --verify, the better one)",
     )
-    parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="auto is that of the base")
+    parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="number format; auto is the base's")
     parser.add_argument("--verify", metavar="ROWS", help="compare both bases with the trained model: loss, divergence")
     parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
 

@@ -17,12 +17,12 @@ NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
 
 
 def check(config: TrainConfig) -> list[str]:
-    """Find all that is wrong with the values of the options and with their combination."""
+    """Check the values of the options and their combination; returns one message per error."""
     return out_of_range(config) + [error for rules in _RULES for error in rules(config)]
 
 
 def out_of_range(config: TrainConfig) -> list[str]:
-    """The values that are beyond their option's limit."""
+    """Check each value against the limit of its option; returns one message per error."""
     return [
         f"--{name} must be {limit.allowed}, but is {getattr(config, name)!r}."
         for name, limit in LIMITS.items()
@@ -45,7 +45,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
         given = _changed(c, *names_marked(of_quantizer(quantizer)))
         if given and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
-            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+            yield f"--train_type {c.train_type} does not take {_flags(given)}, which is for {', '.join(takers)}."
     package = PACKAGES.get(kind.quantizer or "")
     if package and importlib.util.find_spec(package) is None:
         yield f"--train_type {c.train_type} needs the package {package}: pip install {package}."
@@ -84,9 +84,9 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
     if init == "true":
         return
     if init == "loftq" and kind.has_adapter and kind.quantizer is None:
-        yield f"--init_lora_weights loftq makes up for quantization, but --train_type {c.train_type} does not quantize."
+        yield f"--init_lora_weights loftq corrects the quantization, but --train_type {c.train_type} does not quantize."
     if kind.adapter == "dora":
-        yield f"--train_type {c.train_type} starts from the base model's own rows: leave --init_lora_weights at true."
+        yield f"--train_type {c.train_type} is DoRA, which starts from the base: leave --init_lora_weights at true."
     if c.lora_target_parameters:
         yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
     if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
@@ -107,7 +107,7 @@ def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
                 f"{value}."
             )
     elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
-        yield f"--lora_target_modules: {value} is not a name, and as a regular expression it is wrong: {reason}."
+        yield f"--lora_target_modules: {value} is neither a name nor a valid regular expression: {reason}."
 
 
 def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: 
         if not name or not good:
             yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
         elif reason := _regex_error(name):
-            yield f"--{option}: {name} is wrong as a regular expression: {reason}."
+            yield f"--{option}: {name} is not a valid regular expression: {reason}."
 
 
 def _regex_error(pattern: str) -> str | None:
@@ -135,18 +135,18 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     for name in _changed(c, *everything):  # records of runs have defaults in words
         if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
             takers = ", ".join(each for each, other in OBJECTIVES.items() if name in other.options)
-            yield f"--objective {c.objective} does not know --{name}: that is for {takers}."
+            yield f"--objective {c.objective} does not take --{name}, which is for {takers}."
     if c.loss_type not in ("auto", *chosen.loss_types):
         yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
     if c.precompute_reference and not c.has_reference:
-        yield f"--objective {c.objective} compares with nothing: --precompute_reference has nothing to compute."
+        yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
     if is_rated and chosen.row_kind in (TEXTS, PROMPTS):
-        yield f"--objective {c.objective} learns all answers: --rating_threshold is for dpo, kto and the others."
+        yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
     if chosen.row_kind == TEXTS:
@@ -160,21 +160,21 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
         )
     if c.learn == "all":
-        yield f"--objective {c.objective} learns answers: --learn all would learn the prompts too."
+        yield f"--objective {c.objective} trains on answers only: leave out --learn all."
 
 
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.row_kind != PROMPTS:
         return
     if not c.rewards:
-        yield f"--objective {c.objective} needs --rewards: functions that score the answers, such as exact_match."
+        yield f"--objective {c.objective} needs --rewards: functions that score the completions, such as exact_match."
     if c.rollout_url and not re.match(r"https?://[^/]", c.rollout_url):
         yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
     if c.rollout_url and c.kind.adapter == "dora":
         yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
     given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
     if given:
-        yield f"--objective {c.objective} makes its rows while it trains: it cannot be used with {_flags(given)}."
+        yield f"--objective {c.objective} generates its rows during training: it cannot be used with {_flags(given)}."
 
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -191,7 +191,7 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.batch_size * c.longest_row > _MOST_TOKENS:
         yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
     if c.eval_dataset and c.eval_fraction > 0:
-        yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
+        yield "--eval_dataset and --eval_fraction both choose the evaluation rows. Give one."
     need_rows = {"eval_steps": "needs rows to measure on", "sample_prompts": "are answered at each evaluation"}
     need_rows |= {"eval_tasks": "are measured at each evaluation"}
     for name, reason in need_rows.items():

@@ -223,10 +223,10 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
         ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),
         ({"rank_pattern": ("q_proj=0",)}, "but has 'q_proj=0'"),
         ({"alpha_pattern": ("q_proj=nan",)}, "--alpha_pattern needs name=number"),
-        ({"alpha_pattern": ("q_(proj=2",)}, "is wrong as a regular expression"),
+        ({"alpha_pattern": ("q_(proj=2",)}, "is not a valid regular expression"),
         ({"lora_target_modules": ("all-linear", "q_proj")}, "all-linear cannot be combined"),
         ({"lora_target_modules": (".*q_proj", "v_proj")}, "give one regular expression and nothing else"),
-        ({"lora_target_modules": ("q_(proj",)}, "as a regular expression it is wrong"),
+        ({"lora_target_modules": ("q_(proj",)}, "nor a valid regular expression"),
     ],
 )
 def test_combinations_that_exclude_each_other_are_refused(options: dict[str, object], message: str) -> None:
