@@ -266,14 +266,13 @@ def is_full(error: Exception) -> bool:
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
     """The step of the checkpoint with the lowest evaluation loss, among those evaluated at their own step."""
-    losses = {step: loss for step, folder in folders.items() if (loss := _eval_loss(folder, step)) is not None}
+    losses: dict[int, float] = {}
+    for step, folder in folders.items():
+        progress = read_json(folder / checkpoint.STATE).get("progress", {})
+        loss = progress.get("eval_loss") if progress.get("last_eval_step") == step else None
+        if loss is not None and math.isfinite(loss):
+            losses[step] = loss
     return min(losses, key=lambda step: losses[step], default=None)
-
-
-def _eval_loss(folder: Path, step: int) -> float | None:
-    progress = read_json(folder / checkpoint.STATE).get("progress", {})
-    loss = progress.get("eval_loss") if progress.get("last_eval_step") == step else None
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def find_checkpoint(source: Path, *, best: bool) -> Path:

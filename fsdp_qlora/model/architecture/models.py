@@ -296,12 +296,6 @@ def _decoder(model: nn.Module) -> nn.Module:
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
 
 
-def decoder_path(model: PreTrainedModel) -> str:
-    """The path of the decoder; "" if it is the model itself."""
-    decoder = _decoder(model)
-    return next(path for path, module in model.named_modules() if module is decoder)
-
-
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks: the module list with the most parameters in the decoder, without vision towers."""
     lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -312,7 +306,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Path -> part of the model through which text does not pass, such as vision towers and projectors."""
-    to_decoder, towers = decoder_path(model).split("."), {}
+    decoder, towers = _decoder(model), {}
+    to_decoder = next(path for path, module in model.named_modules() if module is decoder).split(".")
     for depth, inner in enumerate(filter(None, to_decoder)):
         parent = ".".join(to_decoder[:depth])
         for name, child in model.get_submodule(parent).named_children():

@@ -115,7 +115,6 @@ class CachedWeights(WeightFiles):
     """
 
     def __init__(self, folder: Path, original: WeightFiles) -> None:
-        self._descriptors = {}
         try:
             self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
             super().__init__(folder, as_bytes=True)

@@ -1,6 +1,6 @@
 """The safetensors files of a model folder: the place of each tensor, and reading any part of it.
 
-Parts are read with pread and not through a memory map: mapped pages count towards the process's memory.
+Parts are read into buffers and not through a memory map: mapped pages count towards the process's memory.
 """
 
 import bisect
@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import mmap
-import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,7 +68,6 @@ class WeightFiles:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._descriptors: dict[Path, int] = {}
         entries = _read_header(folder / file) if file else self._index()
         for name in entries if as_bytes else packed_tensors(entries):
             if name in entries:
@@ -81,10 +79,6 @@ class WeightFiles:
         files = {name: entry.file for name, entry in self._entries.items()}
         files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
         self.files = {name: file for name, file in files.items() if name not in unknown}
-
-    def __del__(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
 
     def _index(self) -> dict[str, StoredTensor]:
         index = self.folder / "model.safetensors.index.json"
@@ -195,24 +189,19 @@ class WeightFiles:
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
         entry = self._entries[name]
-        buffer, position = bytes_of(part), entry.start + start * entry.dtype.itemsize
+        buffer = bytes_of(part)
         try:
-            descriptor = self._descriptor(entry.file)
-            while buffer:
-                count = os.preadv(descriptor, [buffer], position)
-                if count == 0:
-                    raise OSError("the file has become shorter")
-                buffer, position = buffer[count:], position + count
+            with entry.file.open("rb", buffering=0) as file:
+                file.seek(entry.start + start * entry.dtype.itemsize)
+                while buffer:
+                    count = file.readinto(buffer)
+                    if not count:
+                        raise OSError("the file has become shorter")
+                    buffer = buffer[count:]
         except OSError as error:
             raise UserError(f"{entry.file} cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
         with self._lock:
             self.bytes_read += part.nbytes
-
-    def _descriptor(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY)
-            return self._descriptors[path]
 
 
 def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
