@@ -25,7 +25,13 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.placement import PlacedModel, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
-from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
+from fsdp_qlora.training.generation.generate import (
+    Completion,
+    SamplingOptions,
+    Stops,
+    TextGenerator,
+    gather_completions,
+)
 from fsdp_qlora.training.generation.questions import PromptFormat, chosen_format
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 
@@ -89,21 +95,21 @@ class LoadedModel:
 
     def stream(self, asked: Asked, number: int, output: Any) -> str:
         """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
-        answers = [Answer(number, self.format.ids(asked))] if self.ranks.is_rank_0 else []
+        prompts = {number: self.format.ids(asked)} if self.ranks.is_rank_0 else {}
         printed = 0
         held = len(self.format.stop_text)
 
-        def show(answer: Answer) -> None:
+        def show(completion: Completion) -> None:
             nonlocal printed
-            text = self.stops.text_of(answer)
-            ready = len(text) if answer.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
+            text = self.stops.text_of(completion.token_ids)
+            ready = len(text) if completion.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
             print(text[printed:ready], end="", file=output, flush=True)
             printed = ready
 
-        self._generator.generate(answers, show)
-        if not answers:
+        made = self._generator.generate(prompts, show)
+        if not made:
             return ""
-        text = self.stops.text_of(answers[0])
+        text = self.stops.text_of(made[number].token_ids)
         print(text[printed:], file=output, flush=True)
         return text
 
@@ -113,13 +119,12 @@ class LoadedModel:
         size = batch_size * self.ranks.world_size
         for start in range(0, len(asked), size):
             mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)
-            answers = [Answer(number, self.format.ids(asked[number])) for number in mine]
-            self._generator.generate(answers)
-            yield gather_answers(answers, self._result, torch.device("cpu"))
+            own = self._generator.generate({number: self.format.ids(asked[number]) for number in mine})
+            yield [self._result(completion) for completion in gather_completions(own, torch.device("cpu"))]
 
-    def _result(self, answer: Answer) -> dict[str, Any]:
-        finish = "stop" if answer.is_done else "length"
-        return {"completion": self.stops.text_of(answer), "num_tokens": len(answer.tokens), "finish": finish}
+    def _result(self, said: Completion) -> dict[str, Any]:
+        text = self.stops.text_of(said.token_ids)
+        return {"completion": text, "num_tokens": len(said.token_ids), "finish": said.finish}
 
 
 def answer_file(model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Asked]], out: Path, batch_size: int) -> None:

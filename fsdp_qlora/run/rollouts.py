@@ -14,7 +14,7 @@ from fsdp_qlora.model.adapters.first_values import LiveValues
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.parallelize import kept_gathered
 from fsdp_qlora.training.forward import token_logprobs
-from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.generation.questions import PromptFormat
 from fsdp_qlora.training.rl.client import Server
 from fsdp_qlora.training.rl.embedded import EmbeddedEngine
@@ -35,15 +35,15 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
     looks_back = config.num_iterations > 1 or config.rollout_url
     return Rollouts(
-        plan.data,
-        open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
-        Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
-        RolloutFile(folder),
-        trainer.ranks,
-        trainer.control,
-        lambda tokens: stops.text_of(Answer(0, [], tokens)),
-        partial(token_logprobs, trainer.forward) if looks_back else None,
-        config.scale_rewards,
+        data=plan.data,
+        engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
+        scorer=Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
+        file=RolloutFile(folder),
+        ranks=trainer.ranks,
+        control=trainer.control,
+        text_of=stops.text_of,
+        logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
+        scale_rewards=config.scale_rewards,
     )
 
 

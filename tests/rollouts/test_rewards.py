@@ -1,5 +1,6 @@
 """Reward functions: the ready ones, the user's own, their failures, and the advantages that follow from them."""
 
+import json
 import math
 import statistics
 import time
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_qlora.training.rl.records import RolloutFile
+from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.rl.records import Rollout, RolloutFile
 from fsdp_qlora.training.rl.rewards import Reward, Scorer, load_rewards
 from fsdp_qlora.training.rl.source import advantages, metrics_of
 from fsdp_qlora.utils.errors import RolloutError, UserError
@@ -137,12 +139,25 @@ def test_advantages_are_by_group_batch_or_difference() -> None:
                 assert found[place, at] == pytest.approx(difference / divisor, abs=1e-12)
 
 
-def test_metrics_of_answers_have_trls_names_and_values() -> None:
-    def answer(reward: float | None, tokens: int, finish: str) -> dict[str, Any]:
-        return {"reward": reward, "rewards": {"mine": reward}, "token_ids": [0] * tokens, "finish": finish}
+def rollout(**changed: Any) -> Rollout:
+    usual = {"step": 1, "version": 0, "row": 1, "prompt": "?", "text": "a", "completion": Completion([5, 6], True)}
+    reward = changed.get("reward", 1.0)
+    usual |= {"reward": reward, "rewards": {"mine": reward}, "advantage": 0.0, "prompt_ids": [3]}
+    return Rollout(**usual | changed)
 
-    answers = [answer(1, 2, "stop"), answer(0, 4, "length"), answer(1, 3, "stop"), answer(None, 4, "length")]
-    found = metrics_of(answers, 2)
+
+def test_a_rollout_is_the_line_that_runs_before_wrote() -> None:
+    names = "step version row prompt completion finish reward rewards advantage prompt_ids token_ids"
+    made = rollout(reward=None, completion=Completion([5], False, [-1.0]), old_logps=[-2.0])
+    assert list(rollout().to_json()) == names.split()
+    assert list(made.to_json()) == [*names.split(), "sampled_logps", "old_logps"]
+    assert made.to_json()["finish"] == "length" and Rollout.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_metrics_of_answers_have_trls_names_and_values() -> None:
+    rewards, tokens, is_done = (1, 0, 1, None), (2, 4, 3, 4), (True, False, True, False)
+    made = [Completion([0] * number, done) for number, done in zip(tokens, is_done, strict=True)]
+    found = metrics_of([rollout(reward=reward, completion=each) for reward, each in zip(rewards, made, strict=True)], 2)
     assert found["reward"] == found["rewards/mine/mean"] == pytest.approx(2 / 3)
     assert found["reward_std"] == found["rewards/mine/std"] == pytest.approx(statistics.stdev([1, 0, 1]))
     lengths = {kind: found[f"completions/{kind}_length"] for kind in ("mean", "min", "max", "mean_terminated")}
@@ -154,7 +169,7 @@ def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> N
     file = RolloutFile(tmp_path)
     assert file.truncate(3) == []
     for step in (1, 3, 5):
-        file.append([{"step": step, "completion": "a\u2028b"}, {"step": step, "completion": "c"}])
+        file.append([rollout(step=step, text="a\u2028b"), rollout(step=step, text="c")])
     path = tmp_path / "rollouts.jsonl"
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:5]) + whole[5][:9])  # a kill in the middle of a line
@@ -167,6 +182,6 @@ def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> N
 
 def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path)
-    file.append([{"step": 1, "old_logps": [math.nan, -math.inf]}])
-    [answer] = file.truncate(1)
-    assert math.isnan(answer["old_logps"][0]) and answer["old_logps"][1] == -math.inf
+    file.append([rollout(old_logps=[math.nan, -math.inf])])
+    [record] = file.truncate(1)
+    assert math.isnan(record["old_logps"][0]) and record["old_logps"][1] == -math.inf

@@ -2,11 +2,11 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -34,8 +34,6 @@ from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.run_files import SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
-
-T = TypeVar("T")
 
 SAMPLE_TOKENS = 128  # of each answer of a training run, at most
 
@@ -81,14 +79,21 @@ class Draws:
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
-@dataclass
-class Answer:
-    """The text generated for one prompt. number: of the prompt. is_done: whether it has ended by itself."""
+class Completion(NamedTuple):
+    """What a model writes after a prompt.
 
-    number: int
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    is_done: bool = False
+    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at the most
+    tokens. logps: the engine's own log-probability of each token, where it is asked for.
+    """
+
+    token_ids: list[int]
+    is_done: bool
+    logps: list[float] | None = None
+
+    @property
+    def finish(self) -> str:
+        """Why it ended, in the word of OpenAI's API."""
+        return "stop" if self.is_done else "length"
 
 
 class Stops:
@@ -105,12 +110,12 @@ class Stops:
             return True
         return bool(self.text) and self.text in self._tokenizer.decode(tokens[-len(self.text) - 1 :])
 
-    def text_of(self, answer: Answer) -> str:
-        """The answer as text, without what ended it."""
-        text = str(self._tokenizer.decode(answer.tokens))
+    def text_of(self, token_ids: list[int]) -> str:
+        """The text of a completion, without what ended it."""
+        text = str(self._tokenizer.decode(token_ids))
         if self.text and self.text in text:
             return text.partition(self.text)[0]
-        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 class TextGenerator:
@@ -125,37 +130,39 @@ class TextGenerator:
 
     def generate(
         self,
-        answers: Sequence[Answer],
-        show: Callable[[Answer], object] = lambda answer: None,
+        prompts: Mapping[int, Sequence[int]],
+        show: Callable[[Completion], object] = lambda completion: None,
         beat: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Fill in the answers to this rank's prompts. Called on every rank, also on those without a prompt.
+    ) -> dict[int, Completion]:
+        """Complete this rank's prompts. Called on every rank, also on those without a prompt.
 
-        A rank that has no prompts, or whose answers have ended, takes part until those of all ranks have.
+        A rank that has no prompts, or whose completions have ended, takes part until those of all ranks have.
 
         Args:
-            show: called with an answer after each of its tokens. beat: called after each forward pass,
+            prompts: number -> token ids.
+            show: called with a completion after each of its tokens. beat: called after each forward pass,
                 on every rank; may raise, if on all of them.
         """
         model, device = self._model, self.ranks.device
-        batch = answers or [Answer(0, [0], is_done=True)]
+        batch = prompts or {0: [0]}
+        made = {number: Completion([], is_done=not prompts) for number in batch}
         # The model's device is the CPU where embeddings are offloaded; FSDP2 moves the inputs.
-        prompts = [torch.tensor(answer.prompt, device=model.device) for answer in batch]
+        inputs = [torch.tensor(ids, device=model.device) for ids in batch.values()]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
         def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            """Take each answer's next token; returns which have ended."""
-            for answer, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
-                if not answer.is_done:
-                    answer.tokens.append(token)
-                    answer.is_done = self.stops.ends(answer.tokens)
-                    show(answer)
-            return torch.tensor([answer.is_done for answer in batch], device=input_ids.device)
+            """Take each completion's next token; returns which have ended."""
+            for number, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
+                if not made[number].is_done:
+                    made[number].token_ids.append(token)
+                    made[number] = made[number]._replace(is_done=self.stops.ends(made[number].token_ids))
+                    show(made[number])
+            return torch.tensor([made[number].is_done for number in batch], device=input_ids.device)
 
         def beaten(*_: Any) -> None:
             beat()
 
-        draws = [Draws(self._options, [each.number for each in batch])] if self._options.temperature else []
+        draws = [Draws(self._options, [*batch])] if self._options.temperature else []
         counts = gather_numbers([len(batch)], device).flatten().int().tolist()
         beating = model.register_forward_hook(beaten)
         # The model's own one may ask for sampling or penalties.
@@ -166,8 +173,8 @@ class TextGenerator:
                 head.counts = [counts[rank] for rank in sharing_ranks(model)]
             with torch.autocast(device.type, self._precision.compute_dtype, enabled=self._precision.autocast):
                 model.eval().generate(
-                    padded(prompts),
-                    attention_mask=padded([torch.ones_like(prompt) for prompt in prompts]),
+                    padded(inputs),
+                    attention_mask=padded([torch.ones_like(ids) for ids in inputs]),
                     max_new_tokens=self._options.max_new_tokens,
                     logits_processor=LogitsProcessorList(draws),
                     stopping_criteria=StoppingCriteriaList([follow]),
@@ -179,13 +186,14 @@ class TextGenerator:
             if head:
                 head.counts = None
             reshard_all(model)
+        return made if prompts else {}
 
 
-def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
-    """Gather the answers of all ranks in the order of their prompts, each as `describe` makes it, in JSON's values."""
-    text = json.dumps([[answer.number, describe(answer)] for answer in answers])
-    gathered = [pair for part in all_gather_strings(text, device) for pair in json.loads(part)]
-    return [described for _, described in sorted(gathered, key=lambda pair: int(pair[0]))]
+def gather_completions(own: Mapping[int, Completion], device: torch.device) -> list[Completion]:
+    """Gather the completions of all ranks, each with the number of its prompt, in the order of these numbers."""
+    parts = all_gather_strings(json.dumps([*own.items()]), device)
+    gathered = [pair for part in parts for pair in json.loads(part)]
+    return [Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))]
 
 
 class Samples:
@@ -207,13 +215,13 @@ class Samples:
         ranks = self._generator.ranks
         mine = range(ranks.rank, len(self._prompts), ranks.world_size)
         most = -(-len(self._prompts) // ranks.world_size)
-        answers = [Answer(number, self._prompts[number]) for number in mine]
+        own: dict[int, Completion] = {}
         for index in range(most):  # one at a time: the memory is that of the training
-            self._generator.generate(answers[index : index + 1], beat=beat)
-        texts = gather_answers(answers, self._generator.stops.text_of, ranks.device)
+            own |= self._generator.generate({n: self._prompts[n] for n in mine[index : index + 1]}, beat=beat)
+        said = gather_completions(own, ranks.device)
         records = [
-            {"step": step, "prompt": asked_text(asked), "text": text}
-            for asked, text in zip(self._questions, texts, strict=True)
+            {"step": step, "prompt": asked_text(asked), "text": self._generator.stops.text_of(completion.token_ids)}
+            for asked, completion in zip(self._questions, said, strict=True)
         ]
         if ranks.is_rank_0:
             self._keep(step, redact_values(records))

@@ -5,12 +5,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.generate import Answer, SamplingOptions, TextGenerator, gather_answers
-from fsdp_qlora.training.rl.engine import Completion, check_stop
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, TextGenerator, gather_completions
+from fsdp_qlora.training.rl.engine import check_stop
 
 
 @dataclass(eq=False)
@@ -32,10 +31,10 @@ class EmbeddedEngine:
         seed = derive_seed("rollouts", self.options.seed, number)
         generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
         rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
-        own = [Answer(place, list(prompts[place])) for place in range(rank, count, number_of_ranks)]
+        places, own = range(rank, count, number_of_ranks), dict[int, Completion]()
         beat = partial(check_stop, self.control, self.ranks, version)
         with self.gathered():
             for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
-                generator.generate(own[first : first + self.at_a_time], beat=beat)
-        found: list[Any] = gather_answers(own, lambda answer: [answer.tokens, answer.is_done], self.ranks.device)
-        return [Completion(*answer) for answer in found]
+                batch = {place: prompts[place] for place in places[first : first + self.at_a_time]}
+                own |= generator.generate(batch, beat=beat)
+        return gather_completions(own, self.ranks.device)

@@ -2,27 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.utils.errors import RolloutError, RunStopped
 
 _PULSE_SECONDS = 0.5  # between two signs of life
-
-
-class Completion(NamedTuple):
-    """An answer to a prompt.
-
-    token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at
-    max_completion_length. logps: the engine's own log-probability of each token, where it is asked for.
-    """
-
-    token_ids: list[int]
-    is_done: bool
-    logps: list[float] | None = None
 
 
 class Engine(Protocol):

@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,48 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.prompts import join_completions
+from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.records import parse_record
 from fsdp_qlora.utils.run_files import ROLLOUTS_FILE
 
-Answer = dict[str, Any]
-"""A line. step: the first that learns from it, from 1. version: optimizer steps of the weights that gave it. row: the
-number of its prompt in the dataset. prompt, completion: text, or messages. finish: stop, or length if it was cut.
-rewards: by function; reward: their sum, None where no function applies. advantage. prompt_ids, token_ids. old_logps,
-sampled_logps: of token_ids, where they are used."""
+
+@dataclass(frozen=True)
+class Rollout:
+    """A completion that a run learns from: a line of rollouts.jsonl.
+
+    step: the first that learns from it, from 1. version: optimizer steps of the weights that made it. row: the number
+    of its prompt in the dataset. prompt: text or messages. rewards: by function; reward: their sum, None where no
+    function applies. old_logps: of the tokens under these weights, where they are used.
+    """
+
+    step: int
+    version: int
+    row: int
+    prompt: Any
+    text: str
+    completion: Completion
+    reward: float | None
+    rewards: dict[str, float | None]
+    advantage: float
+    prompt_ids: list[int]
+    old_logps: list[float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        made = self.completion
+        record = {name: getattr(self, name) for name in ("step", "version", "row", "prompt")}
+        record |= {"completion": self.text, "finish": made.finish}
+        record |= {name: getattr(self, name) for name in ("reward", "rewards", "advantage", "prompt_ids")}
+        record["token_ids"] = made.token_ids
+        logps = {"sampled_logps": made.logps, "old_logps": self.old_logps}
+        return record | {name: values for name, values in logps.items() if values is not None}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
+        made = Completion(record["token_ids"], record["finish"] == "stop", record.get("sampled_logps"))
+        given = {name: record[name] for name in ("step", "version", "row", "prompt", "reward", "rewards", "advantage")}
+        texts = {"text": record["completion"], "prompt_ids": record["prompt_ids"]}
+        return cls(**given, **texts, completion=made, old_logps=record.get("old_logps"))
 
 
 class RolloutFile:
@@ -29,9 +63,9 @@ class RolloutFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / ROLLOUTS_FILE
 
-    def append(self, answers: Sequence[Answer]) -> None:
+    def append(self, rollouts: Sequence[Rollout]) -> None:
         """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
-        lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+        lines = "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
         try:
             with self._path.open("ab") as file:
                 file.write(lines.encode())
@@ -40,30 +74,35 @@ class RolloutFile:
         except OSError as error:
             raise TrainingError(f"{self._path} cannot be written: {error.strerror or error}.") from error
 
-    def truncate(self, step: int) -> list[Answer]:
-        """Remove the answers of steps after a checkpoint, and what a kill has left of a line; returns the last ones."""
-        last, end = list[Answer](), 0
+    def truncate(self, step: int) -> list[dict[str, Any]]:
+        """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's."""
+        last, end = list[dict[str, Any]](), 0
         with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:
             for line in file:
-                answer = parse_record(line) if line.endswith(b"\n") else None
-                if answer is None or answer["step"] > step:
+                record = parse_record(line) if line.endswith(b"\n") else None
+                if record is None or record["step"] > step:
                     break
-                last = [*(last if last and last[0]["step"] == answer["step"] else ()), answer]
+                last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
                 end += len(line)
             file.truncate(end)
         return last
 
 
-def table_of(answers: Sequence[Answer]) -> TokenizedRows:
+def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
-    prompts, tokens = ([each[name] for each in answers] for name in ("prompt_ids", "token_ids"))
+    prompts, token_ids = [each.prompt_ids for each in rollouts], [each.completion.token_ids for each in rollouts]
+    logps = {
+        "old_logps": [each.old_logps for each in rollouts],
+        "sampled_logps": [each.completion.logps for each in rollouts],
+    }
     return dataclasses.replace(
-        join_completions(prompts, tokens, [each["row"] for each in answers]),
-        advantages=np.array([each["advantage"] for each in answers], np.float32),
-        **{name: _of_tokens(answers, name) for name in ("old_logps", "sampled_logps") if name in answers[0]},
+        join_completions(prompts, token_ids, [each.row for each in rollouts]),
+        advantages=np.array([each.advantage for each in rollouts], np.float32),
+        **{name: _of_tokens(prompts, values) for name, values in logps.items() if values[0] is not None},
     )
 
 
-def _of_tokens(answers: Sequence[Answer], name: str) -> np.ndarray:
+def _of_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.ndarray:
     """A number for each token, 0 for those of prompts."""
-    return np.concatenate([np.pad(np.array(each[name], np.float32), (len(each["prompt_ids"]), 0)) for each in answers])
+    pairs = zip(prompts, values, strict=True)
+    return np.concatenate([np.pad(np.array(own, np.float32), (len(prompt), 0)) for prompt, own in pairs])

@@ -21,9 +21,9 @@ from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
-from fsdp_qlora.training.generation.generate import SamplingOptions, Stops
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops
 from fsdp_qlora.training.rl.client import RequestFailed, Server
-from fsdp_qlora.training.rl.engine import Completion, run_on_rank_0
+from fsdp_qlora.training.rl.engine import run_on_rank_0
 from fsdp_qlora.utils.errors import RolloutError, RunStopped, TrainingError
 from fsdp_qlora.utils.files import record_of
 

@@ -1,5 +1,6 @@
 """Rows that a run makes while it trains: answers to its prompts, scored, each generation used for some steps."""
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from fsdp_qlora.data.run_data import Prompt, RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.rl.engine import Completion, Engine, run_on_rank_0
-from fsdp_qlora.training.rl.records import Answer, RolloutFile, table_of
+from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.rl.engine import Engine, run_on_rank_0
+from fsdp_qlora.training.rl.records import Rollout, RolloutFile, table_of
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.utils.errors import TrainingError
 
@@ -50,28 +52,27 @@ class Rollouts:
             RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
             lacks answers. RunStopped: the ranks have agreed to stop.
         """
-        answers, each = self._kept(first), schedule.num_generations
+        rollouts, each = self._kept(first), schedule.num_generations
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             number, iteration = divmod(step, schedule.num_iterations)
             if iteration == 0:
-                answers = self._generation(rows.reshape(-1, each), number, step)
-            elif [answer["step"] for answer in answers] != [step - iteration + 1] * len(rows):
+                rollouts = self._generation(rows.reshape(-1, each), number, step)
+            elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from. Restore it, or resume from the "
                     f"checkpoint of a step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            metrics = metrics_of(answers, each) | {"generation_seconds": time.perf_counter() - started}
-            yield StepRows(step, table_of(answers), np.arange(len(answers)), metrics=metrics)
+            metrics = metrics_of(rollouts, each) | {"generation_seconds": time.perf_counter() - started}
+            yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), metrics=metrics)
 
-    def _kept(self, step: int) -> list[Answer]:
-        """The last answers before a step, on every rank; what was written for later ones goes."""
+    def _kept(self, step: int) -> list[Rollout]:
+        """The last rollouts before a step, on every rank; what was written for later ones goes."""
         found = json.dumps(self.file.truncate(step)) if self.ranks.is_rank_0 else ""
-        answers: list[Answer] = json.loads(all_gather_strings(found, self.ranks.device)[0])
-        return answers
+        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(found, self.ranks.device)[0])]
 
-    def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Answer]:
-        """Answer prompts [prompts, answers], given by their rows; called on every rank, with the same result."""
+    def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Rollout]:
+        """Complete prompts [prompts, completions], given by their rows; called on every rank, with the same result."""
         assert self.data.prompts is not None
         prompts = [self.data.prompts.rows[row] for row in rows.ravel()]
         completions = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
@@ -82,25 +83,32 @@ class Rollouts:
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
-        answers = [
-            {
-                **{"step": step + 1, "version": step, "row": numbers[place], "prompt": prompt.asked},
-                **{"completion": self.text_of(said.token_ids), "finish": "stop" if said.is_done else "length"},
-                **{"reward": sums[place], "rewards": {name: values[name][place] for name in values}},
-                **{"advantage": gains[place], "prompt_ids": prompt.ids, "token_ids": said.token_ids},
-                **({} if said.logps is None else {"sampled_logps": said.logps}),
-            }
-            for place, (prompt, said) in enumerate(given)
+        rollouts = [
+            Rollout(
+                step=step + 1,
+                version=step,
+                row=numbers[place],
+                prompt=prompt.asked,
+                text=self.text_of(made.token_ids),
+                completion=made,
+                reward=sums[place],
+                rewards={name: values[name][place] for name in values},
+                advantage=gains[place],
+                prompt_ids=prompt.ids,
+            )
+            for place, (prompt, made) in enumerate(given)
         ]
         if self.logprobs:
-            table = table_of(answers)
+            table = table_of(rollouts)
             found = np.split(self.logprobs(table), table.offsets[1:-1])
-            for answer, values_of_row in zip(answers, found, strict=True):
-                answer["old_logps"] = values_of_row[len(answer["prompt_ids"]) :].tolist()
+            rollouts = [
+                dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
+                for rollout, of_row in zip(rollouts, found, strict=True)
+            ]
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:
-                self.file.append(answers)
-        return answers
+                self.file.append(rollouts)
+        return rollouts
 
     def _batch(self, given: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
@@ -139,21 +147,21 @@ def _spread(known: Any, axis: int | None = None) -> Any:
     return known.std(axis=axis, ddof=1, keepdims=True)
 
 
-def metrics_of(answers: Sequence[Answer], num_generations: int) -> dict[str, float]:
-    """The metrics of a step's answers, under TRL's names; NaN where no function applies."""
-    lengths = np.array([len(answer["token_ids"]) for answer in answers])
-    ended = lengths[[answer["finish"] == "stop" for answer in answers]]
-    rewards = _known([answer["reward"] for answer in answers])
+def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
+    """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
+    lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
+    ended = lengths[[rollout.completion.is_done for rollout in rollouts]]
+    rewards = _known([rollout.reward for rollout in rollouts])
     of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
     found = {"reward": rewards.mean(), "reward_std": _spread(rewards)}
-    for name in answers[0]["rewards"]:
-        values = _known([answer["rewards"][name] for answer in answers])
+    for name in rollouts[0].rewards:
+        values = _known([rollout.rewards[name] for rollout in rollouts])
         found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
     found["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
     for name, each in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
         for kind in ("mean", "min", "max"):
             found[f"completions/{kind}{name}_length"] = getattr(each, kind)()
-    found["completions/clipped_ratio"] = 1 - len(ended) / len(answers)
+    found["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
     return {name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item()) for name, value in found.items()}
 
 
