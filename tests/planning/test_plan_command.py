@@ -268,7 +268,7 @@ def test_a_plan_says_how_many_ranks_must_share_a_long_row(
         chosen = {"context_parallel_size": size, "gradient_accumulation_steps": 3 * size}
         assert choose_settings(config, planner.model, None, None) == chosen
         assert caplog.messages[-1].startswith("Settings of --context_parallel_size auto: ")
-    with pytest.raises(UserError, match="cannot be divided"):
+    with pytest.raises(UserError, match="must divide both"):
         planner.planned(context_parallel_size=4)
 
 
