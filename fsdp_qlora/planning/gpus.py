@@ -2,7 +2,6 @@
 
 import difflib
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +37,14 @@ class Gpu(NamedTuple):
     capability: int = 86
     usable: float = 0.98
 
-    def beside_torch(self, communicators: Sequence[int]) -> dict[str, int]:
-        """Bytes of the card that torch's allocator does not get, by what they are, with these of `communicators`."""
-        is_linked = self.link >= _NVLINK
-        multicast = sum(number for number in communicators if number > 1) * is_linked
+    def beside_torch(self, layout: Layout) -> dict[str, int]:
+        """Bytes of the GPU that torch's allocator does not get, by what they are."""
+        is_linked, sizes = self.link >= _NVLINK, _communicators(layout)
+        multicast = sum(size for size in sizes if size > 1) * is_linked
         found = {
             "the driver and ECC": int((1 - self.usable) * self.memory_gib * GIB),
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
-            "NCCL's buffers": len(communicators) * _NCCL_CHANNELS[is_linked] * _NCCL_BYTES,
+            "NCCL's buffers": len(sizes) * _NCCL_CHANNELS[is_linked] * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
             "cuBLAS on Hopper": _CUBLAS_BYTES * (self.capability == 90),
         }
@@ -57,13 +56,14 @@ GPUS = {name: Gpu(name, **row) for name, row in _ROWS.items()}
 ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of those that are
 
 
-def communicators(sharding_strategy: str, num_gpus: int, per_node: int, context_size: int = 1) -> list[int]:
-    """A run's NCCL communicators, by their GPUs in one machine: all ranks; of a hybrid also shards and replicas; and
-    ranks that share rows.
+def _communicators(layout: Layout) -> list[int]:
+    """The NCCL communicators of a run, by their ranks in one machine.
+
+    All ranks have one, shards and replicas of a hybrid strategy one each, and so do ranks that share rows.
     """
-    is_hybrid = Layout(num_gpus, per_node, sharding_strategy).is_hybrid
-    found = [per_node, per_node, 1] if is_hybrid else [per_node] if num_gpus > 1 else []
-    return found + [context_size] * (context_size > 1)
+    per_node, shared = layout.per_node, layout.context_size
+    found = [per_node, per_node, 1] if layout.is_hybrid else [per_node] if layout.world_size > 1 else []
+    return found + [shared] * (shared > 1)
 
 
 def find_gpu(name: str) -> Gpu:

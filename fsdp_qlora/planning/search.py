@@ -18,13 +18,14 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
-from fsdp_qlora.planning.gpus import Gpu, communicators, gpu_of, nearest_gpu
+from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan
@@ -36,7 +37,9 @@ from fsdp_qlora.utils.text import GIB
 
 log = logging.getLogger("fsdp_qlora")
 
-_FEW_ROWS, _FEW_TOKENS = 16, 2**15  # in a micro-batch; more save little time
+# The most rows and tokens of a micro-batch that are tried. Weights are gathered once per micro-batch: a 70B over the
+# slowest link of gpus.yaml in 13 s (36 GB, 2.8 GB/s). 2^15 tokens take that GPU 220 s, so twice as many save 3%.
+_FEW_ROWS, _FEW_TOKENS = 16, 2**15
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
 # What --auto chooses: always, with the rows per step as they are; and where it is auto.
 _ALWAYS = ("batch_size", "gradient_accumulation_steps")
@@ -45,9 +48,9 @@ _OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen
 
 
 class GpuOffer(NamedTuple):
-    """GPUs to plan for, as they are offered.
+    """GPUs to plan for.
 
-    price_per_hour: US dollars, of all GPUs. where: they are offered. per_node: of a machine; 0 if it is one.
+    price_per_hour: US dollars for all GPUs. where: name of the seller. per_node: GPUs of a machine; 0 for one machine.
     """
 
     gpu: Gpu
@@ -57,10 +60,9 @@ class GpuOffer(NamedTuple):
     where: str = ""
     per_node: int = 0
 
-    def beside_torch(self, sharding_strategy: str = "full_shard", context_size: int = 1) -> dict[str, int]:
-        """Bytes of a GPU that a run does not get."""
-        per_node = self.per_node or self.num_gpus
-        return self.gpu.beside_torch(communicators(sharding_strategy, self.num_gpus, per_node, context_size))
+    def beside_torch(self) -> dict[str, int]:
+        """Bytes of a GPU that a run does not get, if its model is sharded over all ranks."""
+        return self.gpu.beside_torch(Layout(self.num_gpus, self.per_node or self.num_gpus, "full_shard"))
 
     @property
     def bytes(self) -> float:
@@ -76,8 +78,9 @@ class GpuOffer(NamedTuple):
 
 
 class PlannedRun(NamedTuple):
-    """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs. shares: ranks that
-    share rows, by whose number auto has multiplied the accumulation.
+    """A planned run: whether it fits and how fast it is.
+
+    tokens: tokens of all epochs. shares: number of ranks that share rows, by which auto multiplied the accumulation.
     """
 
     config: TrainConfig
@@ -90,8 +93,7 @@ class PlannedRun(NamedTuple):
     @property
     def report(self) -> PlanReport:
         """The plan in words and numbers."""
-        beside = self.request.beside_torch(self.placed.placement.sharding_strategy, self.config.context_size)
-        return PlanReport(self.placed, self.request.bytes, beside)
+        return PlanReport(self.placed, self.request.bytes, self.request.gpu.beside_torch(self.placed.layout))
 
     @property
     def rows(self) -> int:
@@ -106,7 +108,7 @@ class PlannedRun(NamedTuple):
     @property
     def fits_host(self) -> bool:
         most = self.request.host_ram_gib
-        return most is None or self.host_bytes <= 0.9 * most * GIB  # the rest is the system's and the loader's
+        return most is None or self.host_bytes <= 0.9 * most * GIB  # leaves a tenth to the system and cached files
 
     @property
     def fits(self) -> bool:

@@ -18,8 +18,9 @@ from benchmarks import published_runs
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.models import build_meta_model
-from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
+from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.known_models import find_model, known_config
 from fsdp_qlora.planning.offers import EXAMPLE, make_planner, read_offers
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
@@ -55,13 +56,14 @@ def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
             ("full_shard", 1, 1, 0), ("full_shard", 2, 2, 1), ("ddp", 8, 8, 1), ("hybrid_full_shard", 8, 8, 1),
             ("full_shard", 16, 8, 1), ("hybrid_full_shard", 16, 8, 3), ("hybrid_shard_grad_op", 2, 1, 1),
         ):  # fmt: skip
-            found = gpu.beside_torch(communicators(strategy, ranks, per_node))
+            found = gpu.beside_torch(Layout(ranks, per_node, strategy))
             assert found.get("NCCL's buffers", 0) / 2**20 == pytest.approx(of_world * one[linked], abs=1)
             # A hybrid's replicas have one GPU of a machine.
             local = per_node * min(of_world, 2) * (per_node > 1) * (linked and gpu.capability in nvls)
             assert found.get("NCCL's multicast buffers", 0) == local * nvls.get(gpu.capability, 0) * 2**20
     request = GpuOffer(GPUS["B200"], 16, per_node=8)
-    more = sum(request.beside_torch("hybrid_full_shard").values()) - sum(request.beside_torch().values())
+    hybrid = request.gpu.beside_torch(Layout(16, 8, "hybrid_full_shard"))
+    more = sum(hybrid.values()) - sum(request.beside_torch().values())
     assert more / 2**20 == pytest.approx(2 * one[True] + 8 * nvls[100], abs=1)
 
 
