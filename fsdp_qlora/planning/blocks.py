@@ -30,8 +30,8 @@ log = logging.getLogger("fsdp_qlora")
 class BlockBytes(NamedTuple):
     """Bytes of a block's activations for a micro-batch, besides its input.
 
-    kept: from forward to backward, without recompute. backward: the most in a backward pass, with what is kept and with
-    gradients of the adapters; recomputing: the same with recompute.
+    kept: kept from forward to backward without recompute. backward: the most during a backward pass, with what is kept
+    and the adapters' gradients. recomputing: the same with recompute.
     """
 
     kept: int

@@ -94,11 +94,14 @@ class Step:
 class Memory:
     """Bytes of a rank.
 
-    weights: the fullest rank's, with the state of the optimizer, wherever they are. resident: those on the device, and
-    what has memory of a stream of its own, which serves nothing else before or after it.
-    phases: what comes and goes there in addition, at each candidate peak. allocated: the most by tensors at once, on a
-    CPU all that a rank needs. host: what is in host memory. block: what one more block without recompute keeps.
-    recomputing: blocks that do. overhead: what the allocator reserves beside.
+    Attributes:
+        weights: weights, gradients and optimizer state of the fullest rank, wherever they are.
+        resident: what is always on the device, and memory of streams of their own, which serves nothing else.
+        phases: what comes and goes on the device in addition, at each point that may be the peak.
+        allocated: most bytes of tensors at once; on a CPU all that a rank needs.
+        host: what is in host memory.
+        recomputing: number of blocks that recompute. block: what one block more without recompute keeps.
+        overhead: what the allocator reserves and does not use.
     """
 
     weights: Sizes
@@ -133,8 +136,11 @@ def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Size
 class _Estimate:
     """Counts the bytes of one model in one step.
 
-    hidden: bytes of all tokens' hidden states between blocks. gathered_sizes: of each block's unsharded weights beside
-    the shards. gathered: of such weights while each block is at work. trained: weights of each block that train.
+    Attributes:
+        hidden: bytes of the hidden states of all tokens between two blocks.
+        gathered_sizes: bytes of each block's unsharded weights beside the shards.
+        gathered: bytes of all unsharded weights while each block is at work.
+        trained: number of weights that train, in each block.
     """
 
     def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:

@@ -10,13 +10,15 @@ from fsdp_qlora.planning.fit import with_margin
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.utils.text import GIB, format_bytes
 
-_LEAST_ON_CPU = GIB  # bytes for the answers of a rank on a CPU, whose steps may need less
-_COPIES = 4  # of an answer's predictions, in float32, while a token is drawn
+_LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps may need less
+_COPIES = 4  # of a completion's logits in float32 while a token is drawn: logits, probabilities, noise, ratio
 
 
 class Generation(NamedTuple):
-    """at_a_time: answers of a rank that share a cache. per_rank: of a step, at most. cache: bytes of those at a time.
-    gathered: bytes of the blocks' weights, if they stay gathered; 0 if each token gathers them.
+    """How a rank generates the completions of a step.
+
+    at_a_time: completions that share a cache. per_rank: completions of a step, at most. cache: bytes of the cache.
+    gathered: bytes of the blocks' weights if they stay gathered; 0 if they are gathered for each token.
     """
 
     at_a_time: int

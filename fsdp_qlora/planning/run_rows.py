@@ -20,7 +20,10 @@ _TOKENS = 10e6  # to train on, where no dataset is known
 
 
 class PlannedRows(NamedTuple):
-    """longest: the longest micro-batch. micro_batch: the mean one. tokens: in all epochs."""
+    """The rows of a run in three figures.
+
+    longest: the longest micro-batch. micro_batch: the mean one. tokens: tokens of all epochs.
+    """
 
     longest: Lengths
     micro_batch: MicroBatchSize

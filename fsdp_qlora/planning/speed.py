@@ -34,8 +34,9 @@ _PRODUCT_SECONDS = 1.8e-4
 class Work(NamedTuple):
     """The work of a rank in a micro-batch.
 
-    operations: floating-point, of products. memory: bytes of its own memory. link, host: from other ranks, and there.
-    products: with an expert's matrix each. blocks: that are passed through, forward, again or backward.
+    operations: floating-point operations of matrix products. memory: bytes read and written in GPU memory.
+    link, host: bytes received from other ranks, and from host memory. products: matrix products with one expert each.
+    blocks: passes through a block, whether forward, recomputed or backward.
     """
 
     operations: float
@@ -47,10 +48,10 @@ class Work(NamedTuple):
 
 
 class MicroBatchSize(NamedTuple):
-    """A micro-batch of each rank, which together take as long as the longest.
+    """The micro-batches of all ranks. The longest decides how long they take.
 
-    tokens: computed for the longest, padding included. squares: of its documents' lengths, added up. useful: tokens of
-    all ranks' rows.
+    tokens: tokens of the longest one, padding included. squares: sum of the squared lengths of its documents.
+    useful: tokens of all ranks' rows, without padding.
     """
 
     tokens: float
@@ -61,7 +62,7 @@ class MicroBatchSize(NamedTuple):
 class Mixture(NamedTuple):
     """The experts of a layer, of which each token chooses some.
 
-    parameters: 3-D ones of all blocks. weights: of these, that work on a token.
+    parameters: number of 3-D parameters of all blocks. weights: number of their weights that work on a token.
     """
 
     experts: int
@@ -77,8 +78,8 @@ class Mixture(NamedTuple):
 class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
-    linear, head, adapter: weights of the blocks' matrices that work on a token, of the head, of adapters. stored: bytes
-    of the base.
+    linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the head and the adapters.
+    stored: bytes of the base. is_decoded: whether it is quantized.
     """
 
     blocks: int
