@@ -71,99 +71,99 @@ def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 # --- words ---
 
 
-def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[str]:
+def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[str]:
     """The plan in lines of at most 80 columns. explain: name the largest things at the peak."""
-    request, report, gpu_gib = found.request, found.report, found.request.gpu.memory_gib
-    billions = count_parameters(found.placed.model.meta.parts)["total"] / 1e9
-    name = f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
+    request, report, gpu_gib = run.request, run.report, run.request.gpu.memory_gib
+    billions = count_parameters(run.placed.model.meta.parts)["total"] / 1e9
+    name = f"{run.config.model_name} ({billions:.1f}B), {run.config.train_type}"
     yield f"{name}, on {request.num_gpus} x {request.gpu.name}"
-    verdict = "does not fit" if not found.fits else "fits" if found.fits_with_margin else "fits barely"
+    verdict = "does not fit" if not run.fits else "fits" if run.fits_with_margin else "fits barely"
     share = report.needed / request.bytes
     yield f"{verdict}: {report.needed / GIB:.1f} of {gpu_gib:g} GiB on each GPU ({share:.0%})"
     beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
-    yield f"host memory: {found.host_bytes / GIB:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
-    yield from (*report.details(), *_generation_lines(found), "", *report.chart(), "")
+    yield f"host memory: {run.host_bytes / GIB:.1f}{beside} GiB" + ("" if run.fits_host else ", too much")
+    yield from (*report.details(), *_generation_lines(run), "", *report.chart(), "")
     if explain:
         yield from (*report.largest(), "")
-    yield _speed_line(found)
-    if found.fits:
-        yield f"  {command_line(found)}"
+    yield _speed_line(run)
+    if run.fits:
+        yield f"  {command_line(run)}"
     elif way := next(planner.ways_to_fit(), None):
         yield from ("it would fit with:", f"  {command_line(way)}", _speed_line(way))
     else:
         yield "nothing that was tried makes it fit: take more or larger GPUs"
 
 
-def _generation_lines(found: PlannedRun) -> list[str]:
+def _generation_lines(run: PlannedRun) -> list[str]:
     """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
-    config, request = found.config, found.request
+    config, request = run.config, run.request
     if not config.rewards or config.rollout_url:
         return []
-    answers = found.rows * request.num_gpus
-    free = int(request.bytes) - sum(found.report.beside_torch.values())
-    generation = plan_generation(found.placed, answers, config.longest_row, free)
+    answers = run.rows * request.num_gpus
+    free = int(request.bytes) - sum(run.report.beside_torch.values())
+    generation = plan_generation(run.placed, answers, config.longest_row, free)
     line = generation.describe(answers // config.num_generations, config.num_generations, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
 
 
-def _speed_line(found: PlannedRun) -> str:
-    cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
-    speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
-    return f"{speed} for {format_count(found.tokens)} tokens{cost}"
+def _speed_line(run: PlannedRun) -> str:
+    cost = f", {run.cost:,.2f} US dollars" if run.request.price_per_hour else ""
+    speed = f"about {run.tokens_per_second:,.0f} tokens/s: {run.hours:,.1f} hours"
+    return f"{speed} for {format_count(run.tokens)} tokens{cost}"
 
 
-def _speed_text(found: PlannedRun) -> str:
+def _speed_text(run: PlannedRun) -> str:
     """Speed, time and, with a price, cost."""
-    cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
-    return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
+    cost = f", ${run.cost:,.2f}" if run.request.price_per_hour else ""
+    return f"{run.tokens_per_second:,.0f} tokens/s, {run.hours:,.1f} hours{cost}"
 
 
-def command_line(found: PlannedRun) -> str:
+def command_line(run: PlannedRun) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
-    config, chosen = found.config, found.placed.placement.options
+    config, chosen = run.config, run.placed.placement.options
     given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
-    given |= {"nproc_per_node": found.request.num_gpus, **chosen}
+    given |= {"nproc_per_node": run.request.num_gpus, **chosen}
     given.pop("dry_run", None)
     words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
     return f"fsdp-qlora train {' '.join(words)}"
 
 
-def as_json(found: PlannedRun) -> Mapping[str, Any]:
+def as_json(run: PlannedRun) -> Mapping[str, Any]:
     """The plan for programs; bytes are of one rank, but host_bytes."""
-    request = found.request
+    request = run.request
     return {
-        "fits": found.fits,
+        "fits": run.fits,
         "gpu": request.gpu.name,
         "num_gpus": request.num_gpus,
-        **found.report.as_json(),
-        "host_bytes": found.host_bytes,
-        "tokens": round(found.tokens),
-        "tokens_per_second": round(found.tokens_per_second, 1),
-        "hours": round(found.hours, 3),
+        **run.report.as_json(),
+        "host_bytes": run.host_bytes,
+        "tokens": round(run.tokens),
+        "tokens_per_second": round(run.tokens_per_second, 1),
+        "hours": round(run.hours, 3),
         "price_per_hour": request.price_per_hour,
-        "cost_usd": round(found.cost, 2) if request.price_per_hour else None,
+        "cost_usd": round(run.cost, 2) if request.price_per_hour else None,
         "where": request.where or None,
-        "command": command_line(found),
+        "command": command_line(run),
     }
 
 
-def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
+def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
     """The fastest three settings that fit with their margins, and why the next three do not."""
-    fitting = [each for each in found if each.fits_with_margin]
-    others = [each for each in found if not each.fits_with_margin]
-    faster = [each for each in others if not fitting or each.tokens_per_second > fitting[0].tokens_per_second]
+    fitting = [run for run in runs if run.fits_with_margin]
+    others = [run for run in runs if not run.fits_with_margin]
+    faster = [run for run in others if not fitting or run.tokens_per_second > fitting[0].tokens_per_second]
     for title, group in (("the fastest that fit:", fitting[:3]), ("faster, but without a margin:", faster[:3])):
         if group:
             yield title
-        for each in group:
-            free = each.request.gpu.memory_gib - each.report.needed / GIB
+        for run in group:
+            free = run.request.gpu.memory_gib - run.report.needed / GIB
             margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
-            words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
-            rows = f"{each.request.num_gpus} x {each.rows} rows per step"
-            yield f"  {_speed_text(each)}, {rows}, {margin}"
+            words = ", ".join(f"{name} {value_text(getattr(run.config, name))}" for name in _SEARCHED)
+            rows = f"{run.request.num_gpus} x {run.rows} rows per step"
+            yield f"  {_speed_text(run)}, {rows}, {margin}"
             yield f"    {words}"
-            if each.config.context_size > 1:
-                yield f"    context_parallel_size {each.config.context_size}"
+            if run.config.context_size > 1:
+                yield f"    context_parallel_size {run.config.context_size}"
 
 
 # --- the rent table: a run on each offer of a price table ---
@@ -197,34 +197,33 @@ def compare(
 
     keeps_rows: else steps may have more of them.
     """
-    planners = [planner.on(request) for request in requests]
-    found = [each.fastest(keeps_rows=keeps_rows)[0] for each in planners]
-    return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
+    runs = [planner.on(request).fastest(keeps_rows=keeps_rows)[0] for request in requests]
+    return sorted(runs, key=lambda run: (not run.fits_with_margin, run.hours if by_time else run.cost))
 
 
-def describe_offers(date: str, found: Sequence[PlannedRun]) -> Iterator[str]:
+def describe_offers(date: str, runs: Sequence[PlannedRun]) -> Iterator[str]:
     """The table in lines of at most 80 columns."""
-    config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
-    steps = [each.rows for each in fitting or found]
+    config, fitting = runs[0].config, [run for run in runs if run.fits_with_margin]
+    steps = [run.rows for run in fitting or runs]
     rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
-    yield f"{config.model_name}, {config.train_type}, {format_count(found[0].tokens)} tokens"
+    yield f"{config.model_name}, {config.train_type}, {format_count(runs[0].tokens)} tokens"
     yield f"{rows} x {config.longest_row} tokens per GPU and step; prices of {date}"
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
-    for each in found:
-        request, settings = each.request, each.config
+    for run in runs:
+        request, settings = run.request, run.config
         line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price_per_hour:7.2f}"
-        if each.fits_with_margin:
+        if run.fits_with_margin:
             on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
             yield (
-                f"{line} {each.hours:7,.1f} {each.cost:8,.2f}  {settings.batch_size:4} "
+                f"{line} {run.hours:7,.1f} {run.cost:8,.2f}  {settings.batch_size:4} "
                 f"{settings.sharding_strategy:10} {on_host:>5} {settings.recompute}"
             )
-        elif each.fits_host:
-            needed = each.report.needed / GIB
+        elif run.fits_host:
+            needed = run.report.needed / GIB
             yield f"{line}  needs {needed:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
         else:
-            yield f"{line}  needs {each.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
-    for name, best in (("cheapest", lambda each: each.cost), ("fastest", lambda each: each.hours)):
+            yield f"{line}  needs {run.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
+    for name, best in (("cheapest", lambda run: run.cost), ("fastest", lambda run: run.hours)):
         if fitting:
-            each = min(fitting, key=best)
-            yield f"the {name}: {each.request.num_gpus} x {each.request.gpu.name}, {_speed_text(each)}"
+            run = min(fitting, key=best)
+            yield f"the {name}: {run.request.num_gpus} x {run.request.gpu.name}, {_speed_text(run)}"

@@ -34,8 +34,7 @@ from fsdp_qlora.sharding.loading import decoded
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import fit as fit_line
-from fsdp_qlora.utils.text import format_bytes, format_count
+from fsdp_qlora.utils.text import fit, format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -153,7 +152,7 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
 
 def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
     """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with verbose all."""
-    log.info("%s", first if config.dry_run or config.verbose else fit_line(first))
+    log.info("%s", first if config.dry_run or config.verbose else fit(first))
     for line in filter(None, details):
         log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
 
