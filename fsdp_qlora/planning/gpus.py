@@ -57,10 +57,7 @@ ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of t
 
 
 def _communicators(layout: Layout) -> list[int]:
-    """The NCCL communicators of a run, by their ranks in one machine.
-
-    All ranks have one, shards and replicas of a hybrid strategy one each, and so do ranks that share rows.
-    """
+    """Ranks in a machine of each NCCL communicator: all ranks, shards and replicas of a hybrid, ranks sharing rows."""
     per_node, shared = layout.per_node, layout.context_size
     found = [per_node, per_node, 1] if layout.is_hybrid else [per_node] if layout.world_size > 1 else []
     return found + [shared] * (shared > 1)

@@ -81,11 +81,6 @@ class Step:
         return self.has_micro_batches and self.placement.accumulates
 
     @property
-    def reduces_each(self) -> bool:
-        """Whether gradients of several micro-batches are reduced one by one."""
-        return self.has_micro_batches and not self.placement.accumulates
-
-    @property
     def gathers_from_host(self) -> bool:
         return self.placement.offload.blocks > 0 and self.num_shards > 1
 
@@ -141,10 +136,12 @@ class _Estimate:
         gathered_sizes: bytes of each block's unsharded weights beside the shards.
         gathered: bytes of all unsharded weights while each block is at work.
         trained: number of weights that train, in each block.
+        reduces_each: whether gradients of several micro-batches are reduced one by one.
     """
 
     def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
         self.parts, self.blocks, self.step = parts, blocks, step
+        self.reduces_each = step.has_micro_batches and not step.placement.accumulates
         embedded: Any = parts.embedding.weight
         self.vocabulary, self.width = len(embedded), parts.model.config.get_text_config().hidden_size
         dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
@@ -206,7 +203,7 @@ class _Estimate:
             of_optimizer: the rank's reduced gradients and optimizer state, which are there only from some point on.
         """
         step, parts = self.step, self.parts
-        before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * step.reduces_each}
+        before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * self.reduces_each}
         in_adapters = sum(n * kind.num_weights for kind, n in parts.kinds(parts.model).items() if kind.in_adapter)
         adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
         if step.accumulates:
@@ -268,7 +265,7 @@ class _Estimate:
                     "gradients being reduced": 4 * reducing,
                     **{name: int(count * left / of_all) for name, count in of_trained.items()},
                     **of_optimizer,
-                    _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if step.reduces_each else 1 - left / of_all)),
+                    _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if self.reduces_each else 1 - left / of_all)),
                 }
             )
             reducing, left = self.trained[index] or reducing, left - self.trained[index]

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
-from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import download_once
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
@@ -101,7 +100,6 @@ class ModelPlan:
     """
 
     machine: Machine
-    train_type: TrainType
     precision: Precision
     folder: Path
     config: PretrainedConfig
@@ -176,7 +174,7 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     """One sentence about each thing in a model that is not as its options alone say."""
     meta = plan.meta
     if plan.stored:
-        yield plan.stored.describe_use(quantizes=plan.train_type.quantizer is not None)
+        yield plan.stored.describe_use(quantizes=config.kind.quantizer is not None)
     if plan.packed:
         yield plan.packed.describe_use(quant_type=config.quant_type, double_quant=config.double_quant)
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
@@ -195,7 +193,11 @@ def build_plan(
     model_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> ModelPlan:
-    """The plan of a model with a given configuration and tokenizer."""
+    """Plan a model with a given configuration and tokenizer.
+
+    Raises:
+        UserError: the options, the adapter to start from or the quantizer do not fit the model.
+    """
     train_type, device = config.kind, machine.ranks.device
     # GPUs that are elsewhere are taken for newer ones.
     asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
@@ -210,7 +212,11 @@ def build_plan(
         attn_implementation="auto" if machine.is_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    check_model(config, meta)
+    if config.adapter:
+        start, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
+        check_fits(start, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
+    if train_type.quantizer:
+        check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
     adapter = None
     if train_type.adapter:
         adapter = peft_config(
@@ -226,7 +232,6 @@ def build_plan(
     check_context(meta.parts, kernel, config.context_size)
     return ModelPlan(
         machine=machine,
-        train_type=train_type,
         precision=precision,
         folder=folder,
         config=model_config,
@@ -268,15 +273,6 @@ def layer_options(config: TrainConfig, model_config: PretrainedConfig) -> LayerO
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
     """The quantizer's own options."""
     return {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
-
-
-def check_model(config: TrainConfig, meta: MetaModel) -> None:
-    """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
-    if config.adapter:
-        adapter, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
-        check_fits(adapter, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
-    if config.kind.quantizer:
-        check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
 
 
 def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:

@@ -12,7 +12,7 @@ from fsdp_qlora.model.architecture.fused import Mlp
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import Machine
-from fsdp_qlora.planning.speed import describe_exchange
+from fsdp_qlora.planning.speed import exchanged_bytes, size_of
 from fsdp_qlora.utils.text import GIB, format_bytes
 
 _LARGEST = 10  # items that --explain names
@@ -62,7 +62,9 @@ class PlanReport:
         pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
         if memory.recomputing and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
-        yield from filter(None, [describe_exchange(self.placed)])
+        if (ranks := self.placed.layout.context_size) > 1:
+            sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks)))
+            yield f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and pass"
 
     def chart(self) -> Iterator[str]:
         """A bar for each phase of a step, beside the GPU's memory."""

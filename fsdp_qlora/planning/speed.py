@@ -11,7 +11,6 @@ from fsdp_qlora.model.architecture.attention import Shapes
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
-from fsdp_qlora.utils.text import format_bytes
 
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -167,13 +166,6 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
     exchanged = (2 + again + references) * size.blocks * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(link=work.link + exchanged)
     return micro_batch.useful / seconds(work, gpu)
-
-
-def describe_exchange(plan: PlacedModel) -> str | None:
-    """One line about ranks that share rows: tokens of a rank, and what it sends for their attention; else None."""
-    ranks, tokens = plan.layout.context_size, plan.step.num_tokens
-    sent = format_bytes(int(exchanged_bytes(size_of(plan.model.meta.parts), tokens, ranks)))
-    return f"{ranks} ranks share rows: {tokens:,} tokens each, {sent} sent per block and pass" if ranks > 1 else None
 
 
 def size_of(parts: ModelParts) -> Size:

@@ -103,7 +103,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         load_subtracted_part(model, pretrained, mesh, ranks.device)
     elif init != "true":
         decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
-    if reduces_base(init) and plan.train_type.quantizer:
+    if reduces_base(init) and config.kind.quantizer:
         cache_folder = "off"
         log.info("No quantized cache is used: with init_lora_weights %s the base depends on the adapter.", init)
     load = partial(
@@ -133,7 +133,7 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
         tokenizer=plan.tokenizer,
         base=Base.of(config.model_name, config.base_name),
         base_folder=plan.folder,
-        kind=plan.train_type,
+        kind=config.kind,
         adapter=plan.adapter,
         dtype=plan.precision.compute_dtype,
     )
@@ -142,7 +142,7 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
     """The trainer of a loaded model, with its optimizer. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
-    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact(plan.model))
+    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact(config))
     schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, probed)
     optimizer = ShardedOptimizer(
         model,
@@ -228,9 +228,9 @@ def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
     return dataclasses.replace(plan.schedule, batching="padded")
 
 
-def is_exact(plan: ModelPlan) -> bool:
+def is_exact(config: TrainConfig) -> bool:
     """Whether a token's values in float32 are the same in another batch."""
-    quantizer = plan.train_type.quantizer
+    quantizer = config.kind.quantizer
     return quantizer is None or QUANTIZERS[quantizer].linear.is_exact
 
 
