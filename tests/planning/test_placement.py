@@ -51,10 +51,10 @@ MIXTURE = Qwen3MoeConfig(
 
 
 def _candidates(
-    strategy: str, offload: Any, ranks: int, *, device: str = "cuda", micro_batches: int = 1, **about_model: Any
+    strategy: str, offload: Any, ranks: int, *, device: str = "cuda", accumulation: int = 1, **about_model: Any
 ) -> list[Placement]:
     """The candidates for two GPUs per machine and a model of BLOCKS blocks."""
-    config = TrainConfig(sharding_strategy=strategy, use_cpu_offload=offload, gradient_accumulation_steps=micro_batches)
+    config = TrainConfig(sharding_strategy=strategy, use_cpu_offload=offload, gradient_accumulation_steps=accumulation)
     machine = SimpleNamespace(device=torch.device(device), world_size=ranks, per_node=min(ranks, 2))
     meta = SimpleNamespace(parts=SimpleNamespace(blocks=[None] * BLOCKS))
     plan: Any = SimpleNamespace(machine=machine, meta=meta, **{"trains_whole_modules": False, **about_model})
@@ -104,11 +104,11 @@ def test_fastest_placement_that_fits_is_chosen_and_logged() -> None:
 
 
 def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
-    found = _candidates("auto", "auto", 2, micro_batches=2)
+    found = _candidates("auto", "auto", 2, accumulation=2)
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
-    assert _candidates("auto", False, 1, micro_batches=2) == [SHARDED]
+    assert _candidates("auto", False, 1, accumulation=2) == [SHARDED]
     needs = {each: size * GIB for each, size in zip(found, (15, 12, 10, 6, 4), strict=True)}
     assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
     assert str(describe_choice(needs, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
@@ -120,7 +120,7 @@ def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     # Where the rest is asked for, and where whole modules train.
     asked = {each: needs[each] for each in found[1:3]}
     assert describe_choice(asked, 11 * GIB) is None and choose(asked, None) == SHARDED
-    whole = _candidates("auto", "auto", 2, micro_batches=2, trains_whole_modules=True)
+    whole = _candidates("auto", "auto", 2, accumulation=2, trains_whole_modules=True)
     needs = dict.fromkeys(whole, 9 * GIB)
     assert len(whole) == 3 and choose(needs, None) == SHARDED._replace(accumulates=False)
     assert describe_reduction(needs, 1 * GIB) is None and describe_choice(needs, 1 * GIB)

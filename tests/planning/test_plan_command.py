@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -61,9 +60,8 @@ def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
             # A hybrid's replicas have one GPU of a machine.
             local = per_node * min(of_world, 2) * (per_node > 1) * (linked and gpu.capability in nvls)
             assert found.get("NCCL's multicast buffers", 0) == local * nvls.get(gpu.capability, 0) * 2**20
-    request = GpuOffer(GPUS["B200"], 16, per_node=8)
-    hybrid = request.gpu.beside_torch(Layout(16, 8, "hybrid_full_shard"))
-    more = sum(hybrid.values()) - sum(request.beside_torch().values())
+    hybrid = GPUS["B200"].beside_torch(Layout(16, 8, "hybrid_full_shard"))
+    more = sum(hybrid.values()) - sum(GpuOffer(GPUS["B200"], 16, per_node=8).beside_torch().values())
     assert more / 2**20 == pytest.approx(2 * one[True] + 8 * nvls[100], abs=1)
 
 
@@ -248,7 +246,6 @@ def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
 def test_a_plan_says_how_many_ranks_must_share_a_long_row(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "fsdp_qlora")
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2")
     options = {"model_name": "qwen3-8b", "context_length": 196608}
     status, said = _plan(capsys, *gpus, **options)
