@@ -44,7 +44,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "unknown model type": (
         {"model_name": "unknown_type"},
-        ["unknown_type/config.json", "model_type 'lllama'", "does not know", "pip install --upgrade transformers"],
+        ["unknown_type/config.json", "model_type 'lllama'", "does not support", "pip install --upgrade transformers"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
     "model without a record of new blocks": ({"train_type": "bnb_llama_pro"}, ["does not list the added blocks"]),
@@ -67,7 +67,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "weight of whole numbers": (
         {"model_name": "integers"},
-        ["integers", f"wrong type: {NORM} in model.safetensors is int32, and weights are 16- or 32-bit floats"],
+        ["integers", f"wrong type: {NORM} in model.safetensors is int32, and weights must be 16- or 32-bit floats"],
     ),
     "truncated file": (
         {"model_name": "truncated"},
@@ -75,7 +75,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "index that names an absent file": (
         {"model_name": "absent_file"},
-        ["absent_file/model.safetensors.index.json", "not there: model-00002-of-00002.safetensors", "Download"],
+        ["absent_file/model.safetensors.index.json", "names missing files: model-00002-of-00002.safetensors", "Download"],
     ),
     "index that leads out of the folder": (
         {"model_name": "outside"},
@@ -83,7 +83,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
     "config.json of endless nesting": ({"model_name": "nested_config"}, ["nested_config/config.json is not valid"]),
-    "too many layers": ({"model_name": "layers"}, ["num_hidden_layers 2147483648, more than the 1000"]),
+    "too many layers": ({"model_name": "layers"}, ["num_hidden_layers 2147483648, and at most 1000"]),
     "unknown activation": ({"model_name": "activation"}, ["described by config.json cannot be built: 'nope'"]),
     "size that is a text": (
         {"model_name": "text_size"},
