@@ -96,7 +96,7 @@ def all_slow_but(quick: str, cases: Iterable[str], nightly: Iterable[str] = ()) 
     """The cases of a test, all but one for --slow alone, and some for --nightly alone."""
     import pytest  # not in every rank
 
-    tiers = {quick: []} | {case: pytest.mark.nightly for case in nightly}
+    tiers: dict[str, Any] = {quick: []} | {case: pytest.mark.nightly for case in nightly}
     return [pytest.param(case, marks=tiers.get(case, pytest.mark.slow)) for case in cases]
 
 

@@ -75,7 +75,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "index that names an absent file": (
         {"model_name": "absent_file"},
-        ["absent_file/model.safetensors.index.json", "names missing files: model-00002-of-00002.safetensors", "Download"],
+        ["absent_file/model.safetensors.index.json", "names missing files: model-00002-of-00002.safe", "Download"],
     ),
     "index that leads out of the folder": (
         {"model_name": "outside"},

@@ -109,14 +109,14 @@ def test_memory_options_do_not_change_the_losses(options: dict[str, object], pla
 
 def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
     import train
-    from fsdp_qlora.planning import fit
+    from fsdp_qlora.planning import placement
 
-    candidates = fit.candidates
+    candidates = placement.candidates
 
     def reducing(*args: Any, **options: Any) -> Any:
         return [each._replace(accumulates=False) for each in candidates(*args, **options)]
 
-    with mock.patch.object(fit, "candidates", reducing):
+    with mock.patch.object(placement, "candidates", reducing):
         return train.main(argv)
 
 
