@@ -36,12 +36,12 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 31_069,
-    "files of the library": 174,
+    "lines of the library": 31_090,
+    "files of the library": 176,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 92,
-    "lines of tests": 25_497,
+    "lines of tests": 25_498,
     "files that name recompute": 25,
     "mentions of world_size outside the layout": 96,
     "places that ask for the kind of rows": 20,

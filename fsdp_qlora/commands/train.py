@@ -111,6 +111,7 @@ def refuse_names(config: TrainConfig) -> None:
         UserError: as the run would say it, some imports later.
     """
     from fsdp_qlora.data.sources import source as sources  # the hub's client takes a while to import
+    from fsdp_qlora.data.sources.dataset_name import parse_name
     from fsdp_qlora.data.text import recognition
     from fsdp_qlora.utils import hub
 
@@ -119,7 +120,7 @@ def refuse_names(config: TrainConfig) -> None:
             config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
         )
     asked = recognition.AskedFormat(config.dataset_format, recognition.parse_columns(config.columns))
-    for name in map(sources.parse_name, config.dataset):
+    for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network

@@ -20,6 +20,7 @@ from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, spread
 from fsdp_qlora.data.content import FOLDER, BadRow, Row, SourceFile
 from fsdp_qlora.data.run_data import DataOptions, Prompt, TextOptions
 from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
 from fsdp_qlora.data.sources.source import Entry, Source
 from fsdp_qlora.data.text import preferences
@@ -47,7 +48,7 @@ class DatasetPipeline:
         source: Source | None = None,
     ) -> None:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
-        [self.dataset] = map(sources.parse_name, options.dataset)
+        [self.dataset] = map(parse_name, options.dataset)
         text = options.text
         self.template = find_template(text.prompt_template)
         self.asked = AskedFormat(text.asked_format, parse_columns(text.columns))

@@ -20,6 +20,7 @@ from fsdp_qlora.data.pipeline import DatasetPipeline, check_report
 from fsdp_qlora.data.prompts import PromptPipeline, prompts_of
 from fsdp_qlora.data.run_data import DataOptions, Prompt, RunData
 from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
 from fsdp_qlora.data.sources.source import Source
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.rendering import prompt_record
@@ -42,14 +43,14 @@ def prepare_data(
     Raises:
         UserError: a dataset cannot be used, or has a token that the model does not have.
     """
-    eval_names = sources.parse_eval_names(options.eval_dataset)
-    names = [sources.parse_name(dataset) for dataset in options.dataset]
-    shares = sources.check_weights(names)
+    eval_names = parse_eval_names(options.eval_dataset)
+    names = [parse_name(dataset) for dataset in options.dataset]
+    shares = check_weights(names)
     for name in names if options.text.makes_rows else ():
         if name.name == sources.DUMMY or name.weight is not None:
             problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
             raise UserError(f"dataset: {name.name} has {problem}.")
-    texts = [name for name in options.dataset if options.streaming or sources.parse_name(name).name != sources.DUMMY]
+    texts = [name for name in options.dataset if options.streaming or parse_name(name).name != sources.DUMMY]
     found = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
     if options.context_length == "auto":
         chosen = _choose_context_length(tokenizer, options, found, longest)
@@ -156,7 +157,7 @@ def _prepare_each(
 
 def describe_dataset(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
     """A dataset for the result's card: by its name alone if it is a local path."""
-    path = Path(sources.parse_name(dataset).name).expanduser()
+    path = Path(parse_name(dataset).name).expanduser()
     name = path.resolve().name if path.exists() else dataset
     return {"name": name, "format": report.dataset_format, "rows": num_rows}
 
@@ -179,7 +180,7 @@ def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, sourc
     Raises:
         UserError: the dataset is missing, malformed, empty or has too many unusable rows.
     """
-    if sources.parse_name(options.dataset[0]).name == sources.DUMMY:
+    if parse_name(options.dataset[0]).name == sources.DUMMY:
         samples = options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY]
         size, context, kind = len(tokenizer), options.longest_row, options.text.row_kind
         made = tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)

@@ -17,7 +17,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.data.sources.source import DatasetName, find_source, parse_name
+from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
+from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.planning.run_plan import data_options, pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER, SharedWorker

@@ -5,9 +5,7 @@ import difflib
 import hashlib
 import importlib.resources
 import logging
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi
 
 from fsdp_qlora.data.content import BadRow, Row
+from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.files import (
     BATCH_ROWS,
     FILE_KINDS,
@@ -31,6 +30,7 @@ from fsdp_qlora.data.sources.files import (
     number_rows,
     read_file,
 )
+from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import fingerprint_files
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
@@ -43,86 +43,6 @@ DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
 ROWS_LOOKED_AT = 100  # to tell their format
 ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
-_WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]$")
-_SLICE = re.compile(r"(\d*):(\d*)$")
-_SPLIT = re.compile(r"[\w.-]+$")
-
-
-@dataclass(frozen=True)
-class DatasetName:
-    """Which rows of which dataset."""
-
-    name: str
-    """A name or path, without what follows it."""
-    config: str | None = None
-    """A configuration of a dataset on the hub."""
-    split: str | None = None
-    start: int = 0
-    stop: int | None = None
-    weight: float | None = None
-    """Its share of a mixture, relative to the weights of the others."""
-
-
-def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
-    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` after it.
-
-    Args:
-        weighted: whether a weight may follow.
-    Raises:
-        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
-    """
-    name, weight = text, None
-    if Path(name).expanduser().exists():  # a path may look like anything
-        return DatasetName(name)
-    if weighted and (match := _WEIGHT.search(name)):
-        name, weight = name[: match.start()], float(match[1])
-        if not 0 < weight < math.inf:
-            raise UserError(f"dataset: the weight of {name} is {match[1]}. Give a number above 0.")
-        if Path(name).expanduser().exists():
-            return DatasetName(name, weight=weight)
-    split, start, stop = None, 0, None
-    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
-    while match := _BRACKETS.search(name):
-        inside, name = match[1], name[: match.start()]
-        if found := _SLICE.match(inside):
-            start, stop = int(found[1] or 0), int(found[2]) if found[2] else None
-        elif split is None and _SPLIT.match(inside):
-            split = inside
-        else:
-            raise UserError(
-                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of rows such as "
-                "[:1000] or [1000:2000]."
-            )
-    config = None
-    if ":" in name and "://" not in name and not Path(name).expanduser().exists():
-        name, _, config = name.partition(":")
-    return DatasetName(name, config or None, split, start, stop, weight)
-
-
-def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
-    """The shares of the datasets, which add up to 1; None without weights. Raises UserError if some have a weight."""
-    weights = [name.weight for name in names if name.weight is not None]
-    if len(weights) not in (0, len(names)):
-        without = ", ".join(name.name for name in names if name.weight is None)
-        raise UserError(f"dataset: give each dataset a weight, or none of them. Without one: {without}.")
-    return [weight / sum(weights) for weight in weights] if len(weights) > 1 else None
-
-
-def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
-    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}. Raises UserError if two are alike."""
-    named: dict[str, str] = {}
-    for word in words:
-        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
-        dataset = match[2] if match else word
-        name = match[1] if match else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
-        if name in named:
-            raise UserError(
-                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them names: "
-                f"{name}={named[name]} {name}_2={dataset}."
-            )
-        named[name] = dataset
-    return named
 
 
 @dataclass(frozen=True)
@@ -395,103 +315,3 @@ def _choices() -> str:
         f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
         "Separate several datasets by blanks."
     )
-
-
-# --- the files of a folder: of its training split, if files or subfolders are named after splits ---
-
-# Words in the names of files and folders -> the split they mean.
-SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets.save_to_disk leaves
-
-
-def split_of(path: Path) -> str | None:
-    """The split that a file's or folder's name means: "train" for train-00000-of-00002.parquet."""
-    words = re.split(r"[^a-z]+", path.name.split(".")[0].lower())
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
-
-
-def is_saved(path: Path) -> bool:
-    """Whether datasets.save_to_disk made the folder."""
-    return (path / SAVED_SPLITS).is_file() or ((path / SAVED_TABLE).is_file() and any(path.glob("*.arrow")))
-
-
-def find_files(path: Path, split: str | None = None) -> list[Path]:
-    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are ignored.
-
-    Args:
-        split: whose files; without it, in a folder with held-out files (test, validation) only the others.
-    Raises:
-        UserError: there is no file of a known kind, or none of the split.
-    """
-    kinds = ", ".join(FILE_KINDS)
-    if not path.is_dir():
-        if kind_of(path) is None:
-            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz or .zst.")
-        if not path.is_file():  # reading a pipe or a device might never end
-            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
-        if split is not None:
-            raise UserError(f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}].")
-        return [path]
-    files = _data_files(path)
-    if not files:
-        files = [file for folder in _subfolders(path) for file in _data_files(folder)]
-        if not any(map(_split_below, files)) and [file for file in files if file.parent.name != "data"]:
-            files = []  # names that mean nothing: better asked than guessed
-    if not files:
-        below = ", ".join(folder.name for folder in _subfolders(path))
-        hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
-        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}")
-    return _choose(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, split)
-
-
-def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
-    by_split: dict[str | None, list[Path]] = {}
-    for file in files:
-        by_split.setdefault(_split_below(file), []).append(file)
-    if split is not None:
-        if (wanted := SPLITS.get(split, split)) not in by_split:
-            known = ", ".join(sorted(filter(None, by_split))) or "none"
-            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
-        return by_split[wanted]
-    held_out = sorted(filter(None, by_split.keys() - {"train"}))
-    chosen = by_split.get("train") or by_split.get(None)
-    if not held_out or not chosen:
-        return files
-    log.info(
-        "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
-        folder,
-        _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
-        _names([file for group in by_split.values() if group is not chosen for file in group], folder),
-        folder,
-        held_out[-1],
-    )
-    return chosen
-
-
-def _split_below(file: Path) -> str | None:
-    return split_of(file) or split_of(file.parent) if file.parent.name in SPLITS else split_of(file)
-
-
-def _names(files: Iterable[Path], folder: Path) -> str:
-    names = [file.relative_to(folder).as_posix() for file in files]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _data_files(folder: Path) -> list[Path]:
-    try:
-        files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
-    except OSError as error:
-        raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
-    texts = [file for file in files if kind_of(file) is FILE_KINDS[".txt"]]
-    if texts and len(texts) < len(files):  # a licence or notes
-        log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
-        return [file for file in files if kind_of(file) is not FILE_KINDS[".txt"]]
-    return files
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")

@@ -1,0 +1,108 @@
+"""Finds the files of a folder: of its training split, if files or subfolders are named after splits."""
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from fsdp_qlora.data.sources.files import FILE_KINDS, kind_of
+from fsdp_qlora.utils.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+# Words in the names of files and folders -> the split they mean.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets.save_to_disk leaves
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's or folder's name means: "train" for train-00000-of-00002.parquet."""
+    words = re.split(r"[^a-z]+", path.name.split(".")[0].lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether datasets.save_to_disk made the folder."""
+    return (path / SAVED_SPLITS).is_file() or ((path / SAVED_TABLE).is_file() and any(path.glob("*.arrow")))
+
+
+def find_files(path: Path, split: str | None = None) -> list[Path]:
+    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are ignored.
+
+    Args:
+        split: whose files; without it, in a folder with held-out files (test, validation) only the others.
+    Raises:
+        UserError: there is no file of a known kind, or none of the split.
+    """
+    kinds = ", ".join(FILE_KINDS)
+    if not path.is_dir():
+        if kind_of(path) is None:
+            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz or .zst.")
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
+        if split is not None:
+            raise UserError(f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}].")
+        return [path]
+    files = _data_files(path)
+    if not files:
+        files = [file for folder in _subfolders(path) for file in _data_files(folder)]
+        if not any(map(_split_below, files)) and [file for file in files if file.parent.name != "data"]:
+            files = []  # names that mean nothing: better asked than guessed
+    if not files:
+        below = ", ".join(folder.name for folder in _subfolders(path))
+        hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
+        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}")
+    return _choose(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, split)
+
+
+def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
+    by_split: dict[str | None, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_below(file), []).append(file)
+    if split is not None:
+        if (wanted := SPLITS.get(split, split)) not in by_split:
+            known = ", ".join(sorted(filter(None, by_split))) or "none"
+            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
+        return by_split[wanted]
+    held_out = sorted(filter(None, by_split.keys() - {"train"}))
+    chosen = by_split.get("train") or by_split.get(None)
+    if not held_out or not chosen:
+        return files
+    log.info(
+        "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
+        folder,
+        _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
+        _names([file for group in by_split.values() if group is not chosen for file in group], folder),
+        folder,
+        held_out[-1],
+    )
+    return chosen
+
+
+def _split_below(file: Path) -> str | None:
+    return split_of(file) or split_of(file.parent) if file.parent.name in SPLITS else split_of(file)
+
+
+def _names(files: Iterable[Path], folder: Path) -> str:
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _data_files(folder: Path) -> list[Path]:
+    try:
+        files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+    except OSError as error:
+        raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
+    texts = [file for file in files if kind_of(file) is FILE_KINDS[".txt"]]
+    if texts and len(texts) < len(files):  # a licence or notes
+        log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
+        return [file for file in files if kind_of(file) is not FILE_KINDS[".txt"]]
+    return files
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
