@@ -1,6 +1,7 @@
 """A run that cannot fit is refused before anything is read."""
 
 import itertools
+import os
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,15 +149,13 @@ def _train_within(argv: list[str], extra_bytes: int) -> int:
 
     import train
 
+    os.environ[BUFFER] = "4096"  # here: the server that forks the ranks keeps the environment that it started with
     used = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, resource.RLIM_INFINITY))
     return train.main(argv)
 
 
-def test_too_little_host_memory_ends_every_rank_with_the_numbers(
-    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(BUFFER, "4096")
+def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callable[..., Path], tmp_path: Path) -> None:
     argv = flags(
         model_name=models(),
         dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
