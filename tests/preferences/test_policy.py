@@ -11,6 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.rl.records import Rollout
 from fsdp_qlora.training.rl.source import advantages, metrics_of
 from tests.preferences.answers import ANSWERS, CASES, END, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
 from tests.preferences.pairs import sketch
@@ -69,15 +71,17 @@ def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
     steps = [step for step in TRL[case]["steps"] if "reward" in step]
     assert len(steps) == len(theirs) > 2
     for generation, step in enumerate(steps):
-        records = [
-            {
-                **{"token_ids": each.completion, "finish": "stop" if each.completion[-1] == END else "length"},
-                **{"reward": each.reward, "rewards": {"fixed": each.reward}},
-            }
+        rollouts = [
+            Rollout(
+                **{"step": 1, "version": 0, "row": 1, "prompt": "", "text": "", "advantage": 0.0, "prompt_ids": []},
+                completion=Completion(each.completion, is_done=each.completion[-1] == END),
+                reward=each.reward,
+                rewards={"fixed": each.reward},
+            )
             for each in answers(generation)
         ]
         expected = {key: value for key, value in step.items() if key.startswith(OF_ANSWERS)}
-        assert metrics_of(records, ANSWERS) == pytest.approx(expected, rel=OFF)
+        assert metrics_of(rollouts, ANSWERS) == pytest.approx(expected, rel=OFF)
 
 
 # --- all at once, in plain torch ---

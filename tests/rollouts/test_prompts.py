@@ -210,9 +210,9 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"sort {number}"}) + "\n" for number in range(9)))
-    asked = {"objective": "grpo", "rewards": "length:4", "num_generations": 4, "gradient_accumulation_steps": 4}
-    asked |= {"model_name": models(), "dataset": rows, "max_completion_length": 8, "num_gpus": 2, "gpu": "RTX 3090"}
+    asked = {"objective": "grpo", "rewards": "length:4", "num_generations": 2, "model_name": models(), "dataset": rows}
+    asked |= {"max_completion_length": 8, "num_gpus": 2, "gpu": "RTX 3090"}
     assert main(["plan", "--auto", "true", *flags(**asked)]) == 0
     said = capsys.readouterr().out
-    assert "Generation: 4 answers to each of 2 prompts for a step, of 4 on a rank 4 at a" in said
-    assert "fits: " in said and "with 16 rows per step on each GPU instead of 4" in said  # 9 prompts: at most 36 in all
+    assert "Generation: 2 answers to each of 8 prompts for a step, of 8 on a rank 8 at a" in said  # 16 would need 16
+    assert "fits: " in said and "2 x 8 rows per step" in said
