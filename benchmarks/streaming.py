@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import prepare_data
 from fsdp_qlora.planning.run_plan import pick_data
 from tests.tiny import make_tokenizer
 

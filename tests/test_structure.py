@@ -36,8 +36,8 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 31_090,
-    "files of the library": 176,
+    "lines of the library": 31_033,
+    "files of the library": 170,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 92,

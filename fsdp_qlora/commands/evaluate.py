@@ -59,7 +59,7 @@ def measure(
     Args:
         folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
     """
-    from fsdp_qlora.data.prepare import prepare_data
+    from fsdp_qlora.data.run_data import prepare_data
     from fsdp_qlora.data.sources.dataset_name import parse_eval_names
     from fsdp_qlora.model.architecture.models import most_positions
     from fsdp_qlora.planning.run_plan import Plan, data_options

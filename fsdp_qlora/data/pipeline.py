@@ -1,24 +1,32 @@
-"""Turns the rows of one dataset into tokens, and reports on the rows that cannot be used."""
+"""Turns the rows of one dataset into tokens or prompts, and reports on the rows that cannot be used."""
 
 import dataclasses
 import logging
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import TEXTS
+from fsdp_qlora.config.objectives import LABELS, PAIRS, PROMPTS, TEXTS, RowKind
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
-from fsdp_qlora.data.batches.data_report import NUMBERS_SHOWN, DataReport
-from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows, join_rows
-from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, spread
-from fsdp_qlora.data.content import FOLDER, BadRow, Row, SourceFile
-from fsdp_qlora.data.run_data import DataOptions, Prompt, TextOptions
+from fsdp_qlora.data.batches.rows import (
+    NO_ROOM,
+    NO_ROWS,
+    NUMBERS_SHOWN,
+    DataReport,
+    TokenizedRows,
+    join_completions,
+    join_rows,
+)
+from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, sample_evenly
+from fsdp_qlora.data.content import FOLDER, Asked, BadRow, Fields, Rendered, Row, SourceFile, asked_text
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
@@ -26,15 +34,83 @@ from fsdp_qlora.data.sources.source import Entry, Source
 from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.recognition import AskedFormat, Reading, parse_columns, reads
-from fsdp_qlora.data.text.rendering import Renderer
-from fsdp_qlora.data.text.templates import find_template
+from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.recognition import IGNORE, AskedFormat, Reading, parse_columns, reads
+from fsdp_qlora.data.text.rendering import Renderer, over_workers
+from fsdp_qlora.data.text.templates import as_chat, find_template
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
 _MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
+_OURS = {"prompt", "completion", "completion_ids"}  # names that reward functions know for something else
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """The options that decide how a row becomes text. Each is the option of the same name."""
+
+    dataset_format: str
+    columns: tuple[str, ...]
+    prompt_template: str | None
+    learn: str
+    objective: str = "sft"
+    row_kind: RowKind = TEXTS
+    """The kind of rows that the objective learns from."""
+    rating_threshold: float | None = None
+    max_completion_length: int = 0
+    image_processor: ImageProcessor | None = None
+    """The model's, if it has one; no option."""
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether a run's rows are completions of the dataset's, which are prompts."""
+        return self.row_kind == PROMPTS
+
+    @property
+    def asked_format(self) -> str:
+        """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
+        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
+        by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
+        return by_objective if self.dataset_format == "auto" else self.dataset_format
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The options that decide a run's rows. Each is the option of the same name, and its help says what it means."""
+
+    text: TextOptions
+    dataset: tuple[str, ...]
+    eval_dataset: tuple[str, ...]
+    eval_fraction: float
+    context_length: Literal["auto"] | int
+    dataset_samples: int | None
+    max_bad_rows: float
+    seed: int
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    max_steps: int = -1
+
+    @property
+    def longest_row(self) -> int:
+        """`context_length`, once it is decided."""
+        assert isinstance(self.context_length, int)
+        return self.context_length
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of a run that learns from its own completions.
+
+    number: of the row in the dataset. ids: the tokens before a completion. asked: text or messages, as reward functions
+    get it. columns: all others.
+    """
+
+    number: int
+    ids: list[int]
+    asked: Any
+    columns: Row
 
 
 class DatasetPipeline:
@@ -52,7 +128,7 @@ class DatasetPipeline:
         text = options.text
         self.template = find_template(text.prompt_template)
         self.asked = AskedFormat(text.asked_format, parse_columns(text.columns))
-        self.used: ChooseColumns = self.asked.used
+        self.used: ChooseColumns = tuple if text.makes_rows else self.asked.used
         self.prompts: list[Prompt] = []
         self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
         named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
@@ -89,7 +165,7 @@ class DatasetPipeline:
 
         def make() -> tuple[TokenizedRows, DataReport]:
             limit = _FIRST_ROWS if self.options.streaming else self.samples
-            num_rows, chosen = spread(self.source.entries(limit, used=self.used), _MOST_MEASURED)
+            num_rows, chosen = sample_evenly(self.source.entries(limit, used=self.used), _MOST_MEASURED)
             _, report = self._tokenize(self.source, chosen)
             return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
 
@@ -215,6 +291,67 @@ def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequenc
             alone = f"; or train on the chosen answers alone, with {options_alone}"
     say = f"Say how to learn from them, such as --objective {found.objective}"
     raise UserError(f"{origin}: these rows are {found.described}. {say}{alone}.")
+
+
+class PromptPipeline(DatasetPipeline):
+    """Collects the prompts of a dataset, whose rows may lack answers, each with all columns."""
+
+    def all_rows(self) -> tuple[TokenizedRows, DataReport]:
+        return self._tokenize(self.source, self.source.entries(self.samples))
+
+    def _tokenize_batch(
+        self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
+    ) -> tuple[TokenizedRows, list[int]]:
+        if not self._columns:
+            self.asked.check(list(dict.fromkeys(column for _, row, _ in rows for column in row)), origin)
+        self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
+        renderers: dict[str, Renderer] = {}
+
+        def read(row: Row, worker: TemplateWorker) -> tuple[str, Asked, Rendered]:
+            name, asked = self.asked.prompt(row)
+            if name not in renderers:
+                of_format = FORMATS[name].template
+                renderers[name] = Renderer(self.tokenizer, self.template, "assistant", of_format, self.workers)
+            return name, asked, renderers[name].prompt(asked, worker)
+
+        kept, lengths = list[Prompt](), list[int]()
+        prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
+        for (row_number, row, _), prompt in zip(rows, prompts, strict=True):
+            if isinstance(prompt, BadRow):
+                report.reject(row_number, str(prompt))
+                continue
+            name, content, rendered = prompt
+            report.dataset_format = report.dataset_format or name
+            report.is_chat |= rendered.kind == "chat"
+            report.is_filled |= rendered.kind == "template"
+            ids = tokenization.encode_prompt(rendered, self.tokenizer)
+            lengths.append(len(ids) + self.options.text.max_completion_length)
+            if not ids:
+                report.reject(row_number, "the prompt has no tokens")
+            elif lengths[-1] > self.options.longest_row:
+                report.reject(row_number, NO_ROOM)
+            else:
+                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row)))
+        self.prompts += kept
+        prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.number for prompt in kept]
+        return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths
+
+    def _beside(self, row: Row) -> Row:
+        """The columns for reward functions, under the names that --columns gives."""
+        columns = {self.asked.renames.get(name, name): value for name, value in row.items()}
+        if isinstance(columns.get("prompt"), list):
+            columns["messages"] = columns["prompt"]
+        return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def _shown(asked: Asked, rendered: Rendered) -> Any:
+    """The prompt as reward functions get it: messages where it is a chat, else text."""
+    if rendered.kind != "chat":
+        return asked_text(asked)
+    if isinstance(asked, Fields):
+        asked = as_chat(dataclasses.replace(asked, context=""))
+    assert not isinstance(asked, Rendered)
+    return asked.messages
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

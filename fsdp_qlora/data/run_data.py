@@ -1,86 +1,39 @@
-"""The options that decide a run's rows, and the rows."""
+"""The rows of a run: training and held-out, tokenized or taken from the cache, checked and described."""
 
+import contextlib
+import dataclasses
 import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, PROMPTS, TEXTS, RowKind
-from fsdp_qlora.data.batches.data_report import DataReport
-from fsdp_qlora.data.batches.rows import NO_ROWS, TokenizedRows
-from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource
+from fsdp_qlora.data.batches import tokenization
+from fsdp_qlora.data.batches.cache import join_cached
+from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows, join_completions
+from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.batches.streaming import RowStream
-from fsdp_qlora.data.content import Row
+from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, PromptPipeline, check_report
+from fsdp_qlora.data.sources import source as sources
+from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
+from fsdp_qlora.data.sources.source import Source
+from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.image_processor import ImageProcessor
+from fsdp_qlora.data.text.rendering import prompt_record
+from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.distributed.ranks import derive_seed
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
 
+log = logging.getLogger("fsdp_qlora")
 
-@dataclass(frozen=True)
-class TextOptions:
-    """The options that decide how a row becomes text. Each is the option of the same name."""
-
-    dataset_format: str
-    columns: tuple[str, ...]
-    prompt_template: str | None
-    learn: str
-    objective: str = "sft"
-    row_kind: RowKind = TEXTS
-    """The kind of rows that the objective learns from."""
-    rating_threshold: float | None = None
-    max_completion_length: int = 0
-    image_processor: ImageProcessor | None = None
-    """The model's, if it has one; no option."""
-
-    @property
-    def makes_rows(self) -> bool:
-        """Whether a run's rows are completions of the dataset's, which are prompts."""
-        return self.row_kind == PROMPTS
-
-    @property
-    def asked_format(self) -> str:
-        """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
-        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
-        by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
-        return by_objective if self.dataset_format == "auto" else self.dataset_format
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """The options that decide a run's rows. Each is the option of the same name, and its help says what it means."""
-
-    text: TextOptions
-    dataset: tuple[str, ...]
-    eval_dataset: tuple[str, ...]
-    eval_fraction: float
-    context_length: Literal["auto"] | int
-    dataset_samples: int | None
-    max_bad_rows: float
-    seed: int
-    streaming: bool = False
-    shuffle_buffer: int = 10_000
-    max_steps: int = -1
-
-    @property
-    def longest_row(self) -> int:
-        """`context_length`, once it is decided."""
-        assert isinstance(self.context_length, int)
-        return self.context_length
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of a run that learns from its own completions.
-
-    number: of the row in the dataset. ids: the tokens before a completion. asked: text or messages, as reward functions
-    get it. columns: all others.
-    """
-
-    number: int
-    ids: list[int]
-    asked: Any
-    columns: Row
+_UNCUT = 2**31  # tokens, more than a row has
+_OF_DUMMY = 512  # tokens of its rows, which fill whatever there is, with --context_length auto
 
 
 @dataclass(frozen=True)
@@ -176,3 +129,190 @@ class RunData:
         """Files for the run's folder, name -> text: rejected.jsonl, if rows were left out."""
         lines = [json.dumps(redact_values({"row": place, "reason": reason})) + "\n" for place, reason in self.rejected]
         return {"rejected.jsonl": "".join(lines)} if lines else {}
+
+
+def prepare_data(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vocab_size: int, longest: int | None = None
+) -> RunData:
+    """Tokenize the datasets, or take them from the cache, and hold rows out for evaluation; or read prompts.
+
+    Args:
+        vocab_size: the number of embeddings of the model. longest: the most tokens of a row that it supports, if known.
+    Raises:
+        UserError: a dataset cannot be used, or has a token that the model does not have.
+    """
+    eval_names = parse_eval_names(options.eval_dataset)
+    names = [parse_name(dataset) for dataset in options.dataset]
+    shares = check_weights(names)
+    for name in names if options.text.makes_rows else ():
+        if name.name == sources.DUMMY or name.weight is not None:
+            problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
+            raise UserError(f"dataset: {name.name} has {problem}.")
+    texts = [name for name in options.dataset if options.streaming or parse_name(name).name != sources.DUMMY]
+    found = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
+    if options.context_length == "auto":
+        chosen = _choose_context_length(tokenizer, options, found, longest)
+        options = dataclasses.replace(options, context_length=chosen)
+    if options.streaming:
+        pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker()], found[options.dataset[0]])
+        train, report, stream = pipeline.open_stream(vocab_size)
+        data = RunData(train, np.arange(len(train)), train, reports=(report,), stream=stream)
+    else:
+        prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, found)
+        data = _joined(prepared, options, shares)
+        if options.text.makes_rows:
+            rows = [prompt for each in prepared for prompt in each.prompts]
+            prompts = prompts_of(data.train, rows, tokenizer, options.text.max_completion_length)
+            data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
+    if eval_names:
+        whole = dataclasses.replace(options, dataset_samples=None)
+        data = _with_evaluation(
+            data, _prepare_each(list(eval_names.values()), tokenizer, whole, vocab_size), eval_names
+        )
+    counts = [data.stream.num_rows] if data.stream else [report.num_used for report in data.reports]
+    eval_counts = [report.num_used for report in data.eval_reports]
+    provenance = {
+        "prompt": record_of(data.reports[0], options),
+        "data": list(map(describe_dataset, options.dataset, data.reports, counts)),
+        "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports, eval_counts)),
+    }
+    length, processor = options.longest_row, options.text.image_processor
+    return dataclasses.replace(data, provenance=provenance, context_length=length, image_processor=processor)
+
+
+def _joined(prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None) -> RunData:
+    """The rows of all datasets, of which some may be held out."""
+    parts = [each.rows for each in prepared]
+    train_rows, held_out = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
+    mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
+    train, eval_sets = join_cached(parts), {"": held_out} if len(held_out) else {}
+    reports = tuple(each.report for each in prepared)
+    return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
+
+
+def _with_evaluation(data: RunData, prepared: Sequence["Prepared"], names: Iterable[str]) -> RunData:
+    """The same run with the rows of other datasets to evaluate on, in the order of their names."""
+    evaluation = join_cached([each.rows for each in prepared])
+    ends = np.cumsum([len(each.rows) for each in prepared])
+    eval_sets = dict(zip(names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
+    reports = tuple(each.report for each in prepared)
+    return dataclasses.replace(data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports)
+
+
+def _choose_context_length(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, found: Mapping[str, Source], longest: int | None
+) -> int:
+    """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and `longest`.
+
+    All rows decide; of a dataset of more than 10,000 some at even distances, of a stream the first ones. The same rows
+    give the same number on every rank.
+    """
+    reports = []
+    for dataset, source in found.items():
+        one = dataclasses.replace(options, dataset=(dataset,), context_length=_UNCUT)
+        with _opened(tokenizer, one, source) as pipeline:
+            reports.append(pipeline.measured())
+    needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
+    chosen = tokenization.context_for(needed, longest)
+    used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
+    which = f"the first {used:,}" if options.streaming else f"{used:,} of {total:,}" if used < total else f"{used:,}"
+    log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
+    return chosen
+
+
+def record_of(report: DataReport, options: DataOptions) -> dict[str, Any]:
+    """How the rows of a dataset became text, as `prompt_record`."""
+    chosen = find_template(options.text.prompt_template)
+    return prompt_record(report.dataset_format, chosen, is_chat=report.is_chat, is_filled=report.is_filled)
+
+
+class Prepared(NamedTuple):
+    """The rows of a dataset, and what became of them. prompts: those of the rows, if these are prompts."""
+
+    rows: TokenizedRows
+    report: DataReport
+    prompts: Sequence[Prompt] = ()
+
+
+def _prepare_each(
+    datasets: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    vocab_size: int,
+    found: Mapping[str, Source] = {},
+) -> list[Prepared]:
+    """The rows of each dataset, and what became of them. found: the sources that are known."""
+    prepared, samples = [], options.dataset_samples
+    for dataset in datasets:
+        one = dataclasses.replace(options, dataset=(dataset,))
+        prepared.append(prepare_rows(tokenizer, one, found.get(dataset)))
+        num_rows = prepared[-1].report.num_rows
+        if samples is not None and num_rows < samples:
+            log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)
+        tokenization.check_vocabulary(prepared[-1].rows, vocab_size)
+    return prepared
+
+
+def describe_dataset(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
+    """A dataset for the result's card: by its name alone if it is a local path."""
+    path = Path(parse_name(dataset).name).expanduser()
+    name = path.resolve().name if path.exists() else dataset
+    return {"name": name, "format": report.dataset_format, "rows": num_rows}
+
+
+def _mixture(
+    datasets: Sequence[str], shares: Sequence[float], parts: Sequence[TokenizedRows], train_rows: np.ndarray
+) -> Mixture:
+    """The datasets in their shares, which are logged."""
+    ends = tuple(int(end) for end in np.cumsum([len(part) for part in parts]))
+    sizes = [len(group) for group in split_rows(train_rows, ends)]
+    mixture = Mixture(ends, mix(shares, sizes))
+    for dataset, share, count, size in zip(datasets, shares, mixture.rows_per_epoch, sizes, strict=True):
+        log.info("%s: %.1f%% of the rows, %d of its %d in each epoch", dataset, 100 * share, count, size)
+    return mixture
+
+
+def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None = None) -> Prepared:
+    """Tokenize the one `options.dataset`. Of a machine's ranks, which all call it, one does the work.
+
+    Raises:
+        UserError: the dataset is missing, malformed, empty or has too many unusable rows.
+    """
+    if parse_name(options.dataset[0]).name == sources.DUMMY:
+        samples = options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY]
+        size, context, kind = len(tokenizer), options.longest_row, options.text.row_kind
+        made = tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
+        prepared = Prepared(*made)
+    else:
+        with _opened(tokenizer, options, source) as pipeline:
+            prepared = Prepared(*pipeline.all_rows(), pipeline.prompts)
+    check_report(prepared.report, options)
+    return prepared
+
+
+@contextlib.contextmanager
+def _opened(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
+) -> Iterator["DatasetPipeline"]:
+    """The pipeline of the one `options.dataset`, with processes of its own for the chat template."""
+    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+    kind = PromptPipeline if options.text.makes_rows else DatasetPipeline
+    pipeline = kind(tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source)
+    try:
+        yield pipeline
+    finally:
+        for worker in pipeline.workers:
+            worker.close()
+
+
+def prompts_of(
+    table: TokenizedRows, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_completion_length: int
+) -> Prompts:
+    """The prompts of a run, and the hash by which it is recognized when it continues.
+
+    The hash is that of 831b14e, whose table had a completion of dots after each prompt.
+    """
+    shown = tokenizer(".", add_special_tokens=False)["input_ids"]
+    dots = [np.full(max_completion_length, [tokenizer.eos_token_id, *shown][-1], np.int32)] * len(prompts)
+    digest = join_completions([prompt.ids for prompt in prompts], dots, table.row_numbers).digest
+    return Prompts(tuple(prompts), max_completion_length, digest)

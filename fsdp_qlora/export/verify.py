@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from fsdp_qlora.data.batches.micro_batch import pad_rows
-from fsdp_qlora.data.prepare import prepare_rows, record_of
+from fsdp_qlora.data.run_data import prepare_rows, record_of
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.merge import Merge
 from fsdp_qlora.export.merging import MergedModel

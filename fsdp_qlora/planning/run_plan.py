@@ -21,8 +21,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import Asked
-from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.run_data import DataOptions, RunData, TextOptions
+from fsdp_qlora.data.pipeline import DataOptions, TextOptions
+from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.distributed.ranks import Ranks

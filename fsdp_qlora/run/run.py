@@ -27,7 +27,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.data.batches.schedule import RowsInMemory
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.run_data import prepare_data
 from fsdp_qlora.distributed.device import configure_kernels, make_deterministic
 from fsdp_qlora.distributed.process_group import (
     check_agreement,

@@ -183,7 +183,7 @@ def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int
     Args:
         tokens: ids of each rank, int64 on the CPU.
     """
-    # Every rank knows the tokens of all (data/batches/collator.py), so all find the same plan: rows take one
+    # Every rank knows the tokens of all (data/batches/micro_batch.py), so all find the same plan: rows take one
     # all-to-all, and no exchange of their numbers comes before it, for which the host would wait.
     size = len(tokens)
     starts = [shard_bounds(vocabulary, rank=each, size=size)[0] for each in range(size)]

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.collator import Collator
-from fsdp_qlora.data.batches.micro_batch import MicroBatch, describe_documents
+from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device

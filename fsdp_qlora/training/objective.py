@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings, Objective, TokenInputs
-from fsdp_qlora.data.batches.collator import Batches
-from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, Batches, MicroBatch
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.training.forward import ForwardPass, document_logprobs, sum_documents

@@ -12,8 +12,7 @@ import yaml
 from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import pipeline
-from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.planning.run_plan import pick_data, with_kept_context
 from fsdp_qlora.utils.run_files import RUN, STATUS

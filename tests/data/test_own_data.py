@@ -15,8 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule, mix
-from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.planning.run_plan import data_options, pick_data
@@ -45,7 +44,7 @@ def prepare(
 ) -> Callable[..., tuple[RunData, str]]:
     """prepare_data with options; returns the run's rows and what was logged."""
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("fsdp_qlora.data.prepare.TemplateWorker", SharedWorker)
+    monkeypatch.setattr("fsdp_qlora.data.run_data.TemplateWorker", SharedWorker)
 
     def call(*datasets: object, **given: Any) -> tuple[RunData, str]:
         config = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given})

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import write_csv, write_json, write_jsonl, write_parquet

@@ -11,12 +11,10 @@ import pytest
 
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.data_report import DataReport
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
-from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, Lengths, TokenizedRows, join_rows
+from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, DataReport, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.tokenization import describe_sample
-from fsdp_qlora.data.prepare import prepare_rows
-from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
 from fsdp_qlora.data.text.recognition import AskedFormat

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.content import PreferenceRow, asked_text, without_answer
-from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.run_data import Prompt, RunData
+from fsdp_qlora.data.pipeline import Prompt
+from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import AskedFormat
 from fsdp_qlora.planning.run_plan import pick_data

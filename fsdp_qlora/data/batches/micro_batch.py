@@ -1,7 +1,11 @@
-"""A micro-batch: rows of tokens become tensors, padded or concatenated (padding-free), for one pass of one rank."""
+"""Micro-batches: rows of tokens become tensors, padded or concatenated (padding-free), for one pass of one rank.
+
+A `Collator` lays out an optimizer step or an evaluation: rounds of micro-batches that all ranks compute at the same
+time.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
-from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK, Round, Schedule
+from fsdp_qlora.data.batches.streaming import read_ahead
+from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.device import to_device
+from fsdp_qlora.utils.errors import UserError
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 
@@ -241,3 +248,120 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
 def documents_of_part(documents: Mapping[str, Any], number: int, num_parts: int) -> dict[str, Any]:
     """The arguments of `describe_documents` for one of the ranks that share a row; documents stay whole."""
     return {**documents, "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[number]}
+
+
+# --- the micro-batches of a step ---
+
+_AHEAD = 2  # micro-batches whose images a thread reads before their use
+
+
+@dataclass(frozen=True, eq=False)
+class Collator:
+    """Makes one rank's micro-batches.
+
+    context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary with this one and
+    itself. shares_prompts: the model computes the common prefix of a pair once. image_processor: for rows with images;
+    model_arguments: of the model's forward pass.
+    """
+
+    schedule: Schedule
+    pad_token_id: int
+    rank: int = 0
+    context_size: int = 1
+    sharing_ranks: Sequence[int] = ()
+    shares_prompts: bool = False
+    image_processor: ImageProcessor | None = None
+    model_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_rank(self) -> int:
+        """The place of this rank's micro-batch in a round."""
+        return self.rank // self.context_size
+
+    def lay_out_step(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
+        """Lay out the rows of an optimizer step."""
+        return Batches(self, table, rows, self.schedule.rounds(rows, table.lengths))
+
+    def lay_out_evaluation(self, table: TokenizedRows, rows: np.ndarray) -> "Batches":
+        """Lay out rows of which nothing is learned."""
+        size = self.schedule.batch_size * self.schedule.data_size
+        # Padded rows keep the order in which their losses were always added.
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
+        return Batches(
+            self, table, rows, [each for part in parts for each in self.schedule.rounds(part, table.lengths)]
+        )
+
+    def repeated(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> "Batches":
+        """Lay out the same micro-batch for every rank and round."""
+        return Batches(self, table, micro_batch, [[micro_batch] * self.schedule.data_size] * num_rounds)
+
+    def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
+        """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
+        # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
+        size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
+        whole = {each: self._sequences(rows[each], table) for each in {rank // size for rank in ranks}}
+        batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
+        own, sharing = batches[self.rank], [batches[rank] for rank in self.sharing_ranks]
+        if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
+            own = self._with_images(own, rows, table)
+        return own.beside(sharing) if sharing else own
+
+    def _sequences(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
+        if self.schedule.padding:
+            return pad_rows(table, rows, pad_token_id=self.pad_token_id)
+        return concatenate_rows(
+            table,
+            rows,
+            pad_token_id=self.pad_token_id,
+            shares_prompts=self.shares_prompts,
+            num_parts=self.context_size,
+        )
+
+    def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
+        assert self.image_processor is not None
+        if not self.schedule.padding:
+            raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
+        names = [[*map(bytes, table.images_of(row))] for row in rows[self.data_rank]]
+        shown, taken = [*filter(None, names)], self.model_arguments
+        images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
+        return dataclasses.replace(own, images=images, calls_towers=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The micro-batches of a step or an evaluation; iterating gives this rank's, one for each round."""
+
+    collator: Collator
+    table: TokenizedRows
+    rows: np.ndarray
+    """Indices of rows of `table`, int64."""
+    rounds: Sequence[Round]
+
+    def __len__(self) -> int:
+        return len(self.rounds)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        made = (self.collator.micro_batch(rows, self.table) for rows in self.rounds)
+        return read_ahead(made, num=_AHEAD) if len(self.table.images) else made
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens to predict, of all ranks."""
+        return int(self.table.num_targets[self.rows].sum())
+
+    def sizes(self) -> dict[str, Any]:
+        """Entries of a step's record that follow from its rows."""
+        lengths = self.table.lengths
+        computed = self.table.num_computed(shares_prompts=self.collator.shares_prompts)
+        of_computed, of_lock_step = self.collator.schedule.useful_shares(self.rounds, lengths, computed)
+        return {
+            "num_tokens": int(lengths[self.rows].sum()),
+            "useful_of_computed": round(of_computed, 4),
+            "useful_of_lock_step": round(of_lock_step, 4),
+        }
+
+    def describe_samples(self, places: Iterable[tuple[int, int]]) -> str:
+        """The dataset's numbers of the rows at (round, rank) places, as text; of all rows without a place."""
+        shared = {(index, rank // self.collator.context_size) for index, rank in places}
+        chosen = [self.rounds[index][data_rank] for index, data_rank in sorted(shared)]
+        return self.table.describe_numbers(np.concatenate(chosen) if chosen else self.rows)

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdp_qlora.data.batches.data_report import DataReport
-from fsdp_qlora.data.batches.rows import TokenizedRows, join_rows
+from fsdp_qlora.data.batches.rows import DataReport, TokenizedRows, join_rows
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows, epoch_order
 from fsdp_qlora.data.sources.files import ChooseColumns
 from fsdp_qlora.data.sources.source import Entry, Source, read_entries
@@ -145,7 +144,7 @@ def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
         thread.shutdown(wait=False, cancel_futures=True)
 
 
-def spread(items: Iterable[Item], most: int) -> tuple[int, list[Item]]:
+def sample_evenly(items: Iterable[Item], most: int) -> tuple[int, list[Item]]:
     """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
     number, kept, distance = 0, list[Item](), 1
     for number, item in enumerate(items, start=1):

@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.config.options import MOST_OF_AUTO
-from fsdp_qlora.data.batches.data_report import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport
-from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, TokenizedRows
 from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
 from fsdp_qlora.data.text.formats import Format

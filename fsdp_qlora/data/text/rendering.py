@@ -13,7 +13,7 @@ from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.image_store import keep
+from fsdp_qlora.data.text.images import keep
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
@@ -54,7 +54,7 @@ class Renderer:
 
     def render_all(self, rows: Sequence[Row], read: Callable[[Row], Content]) -> list[list[Rendered] | BadRow]:
         """Read and render rows, spread over the workers; of each what `render` returns, or why it cannot be used."""
-        return spread(rows, lambda row, worker: self.render(read(row), worker), self._workers)
+        return over_workers(rows, lambda row, worker: self.render(read(row), worker), self._workers)
 
     def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.
@@ -129,7 +129,7 @@ class Renderer:
         return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
 
 
-def spread(
+def over_workers(
     rows: Sequence[Row], make: Callable[[Row, TemplateWorker], T], workers: Sequence[TemplateWorker]
 ) -> list[T | BadRow]:
     """Make something of each row, many rows on all workers; the reason where a row cannot be used."""

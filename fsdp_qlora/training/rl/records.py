@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.data.prompts import join_completions
+from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.records import parse_record

@@ -12,7 +12,8 @@ import numpy as np
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
-from fsdp_qlora.data.run_data import Prompt, RunData
+from fsdp_qlora.data.pipeline import Prompt
+from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
