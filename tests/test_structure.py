@@ -36,7 +36,7 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 31_033,
+    "lines of the library": 31_032,
     "files of the library": 170,
     "packages of the library": 13,
     "files at the package's root": 3,
@@ -186,7 +186,7 @@ def advice(grown: Mapping[str, int]) -> str:
 
 
 def test_docstrings_and_help_begin_with_their_subject() -> None:
-    being_worded = {"context", "data", "observability", "planning", "training"}
+    being_worded = {"context", "observability", "planning", "training"}
     trees = [(module, tree) for module, tree in MODULES.items() if not being_worded & {*module.split(".")}]
     expressions = [
         (module, node.value) for module, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Expr)

@@ -119,7 +119,7 @@ def refuse_names(config: TrainConfig) -> None:
         hub.find_model_folder(
             config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
         )
-    asked = recognition.AskedFormat(config.dataset_format, recognition.parse_columns(config.columns))
+    asked = recognition.RequestedFormat(config.dataset_format, recognition.parse_columns(config.columns))
     for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():

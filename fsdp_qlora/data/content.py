@@ -123,11 +123,11 @@ Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 
-Asked = Fields | Chat | Rendered
+PromptContent = Fields | Chat | Rendered
 """A prompt: what a row holds in front of its answer."""
 
 
-def without_answer(content: Content) -> Asked:
+def without_answer(content: Content) -> PromptContent:
     """The prompt of a row. Raises BadRow if it has none."""
     if isinstance(content, Fields):
         return dataclasses.replace(content, response="")
@@ -146,11 +146,11 @@ def without_answer(content: Content) -> Asked:
     return Rendered(segments, "text" if rendered.kind == "document" else rendered.kind)
 
 
-def asked_text(asked: Asked) -> str:
+def prompt_text(prompt: PromptContent) -> str:
     """The text of a prompt; of a chat that of its last message."""
-    if isinstance(asked, Chat):
-        return "".join(texts_of(asked.messages[-1]))
-    return asked.instruction if isinstance(asked, Fields) else "".join(each.text for each in asked.segments)
+    if isinstance(prompt, Chat):
+        return "".join(texts_of(prompt.messages[-1]))
+    return prompt.instruction if isinstance(prompt, Fields) else "".join(segment.text for segment in prompt.segments)
 
 
 def text_of(row: Row, column: str, *, required: bool = True) -> str:
@@ -167,8 +167,8 @@ def text_of(row: Row, column: str, *, required: bool = True) -> str:
 
 def refuse_media(text: str, where: str) -> None:
     """Raise BadRow where a question shows something that is no text."""
-    if found := _MEDIA.search(text):
-        raise BadRow(f"{where}: it shows {found[0].strip()}, and only text can be trained on")
+    if match := _MEDIA.search(text):
+        raise BadRow(f"{where}: it shows {match[0].strip()}, and only text can be trained on")
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from fsdp_qlora.data.batches.rows import (
     join_rows,
 )
 from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, sample_evenly
-from fsdp_qlora.data.content import FOLDER, Asked, BadRow, Fields, Rendered, Row, SourceFile, asked_text
+from fsdp_qlora.data.content import FOLDER, BadRow, Fields, PromptContent, Rendered, Row, SourceFile, prompt_text
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
@@ -35,7 +35,7 @@ from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.recognition import IGNORE, AskedFormat, Reading, parse_columns, reads
+from fsdp_qlora.data.text.recognition import IGNORE, Reading, RequestedFormat, parse_columns, reads
 from fsdp_qlora.data.text.rendering import Renderer, over_workers
 from fsdp_qlora.data.text.templates import as_chat, find_template
 from fsdp_qlora.utils.errors import UserError
@@ -69,7 +69,7 @@ class TextOptions:
         return self.row_kind == PROMPTS
 
     @property
-    def asked_format(self) -> str:
+    def requested_format(self) -> str:
         """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
         told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
         by_objective = told.get((self.row_kind, self.rating_threshold is not None), "auto")
@@ -103,13 +103,13 @@ class DataOptions:
 class Prompt:
     """A row of a run that learns from its own completions.
 
-    number: of the row in the dataset. ids: the tokens before a completion. asked: text or messages, as reward functions
-    get it. columns: all others.
+    row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as reward functions get
+    it. columns: all others.
     """
 
-    number: int
+    row_number: int
     ids: list[int]
-    asked: Any
+    content: Any
     columns: Row
 
 
@@ -127,8 +127,8 @@ class DatasetPipeline:
         [self.dataset] = map(parse_name, options.dataset)
         text = options.text
         self.template = find_template(text.prompt_template)
-        self.asked = AskedFormat(text.asked_format, parse_columns(text.columns))
-        self.used: ChooseColumns = tuple if text.makes_rows else self.asked.used
+        self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
+        self.used: ChooseColumns = tuple if text.makes_rows else self.requested.used
         self.prompts: list[Prompt] = []
         self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
         named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
@@ -153,7 +153,7 @@ class DatasetPipeline:
     def _key(self) -> list[object]:
         """All that the rows depend on."""
         text, kind, source = self.options.text, self.options.text.row_kind, self.source
-        key: list[object] = [source.identity, source.start, source.stop, self.samples, self.asked.renames]
+        key: list[object] = [source.identity, source.start, source.stop, self.samples, self.requested.renames]
         key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
         key += text.image_processor.identity if text.image_processor else []
@@ -227,13 +227,13 @@ class DatasetPipeline:
     def _rows(self, entries: Sequence[Entry], source: Source, report: DataReport) -> list[tuple[int, Row, str]]:
         """(number, row, the folder of its file) of the entries that are rows; the others are in the report."""
         rows: list[tuple[int, Row, str]] = []
-        for part, offset, number, row in entries:
+        for part, offset, row_number, row in entries:
             if not report.parts or report.parts[-1].offset != offset:
                 report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
             if isinstance(row, BadRow):
-                report.reject(offset + number, str(row))
+                report.reject(offset + row_number, str(row))
             else:
-                rows.append((offset + number, row, source.folder_of(part)))
+                rows.append((offset + row_number, row, source.folder_of(part)))
         report.num_rows += len(entries)
         return rows
 
@@ -254,29 +254,29 @@ class DatasetPipeline:
 
     def _named(self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport) -> list[tuple[int, Row]]:
         """(number, row) of those that can be used, whose columns are called as their format calls them."""
-        known = len(self._columns)
+        num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
-        if len(self._columns) > known or self._reading is None:
+        if len(self._columns) > num_columns or self._reading is None:
             first_rows = [row for _, row, _ in rows[: sources.ROWS_LOOKED_AT]]
-            asked = self.asked._replace(name=self._reading.dataset_format) if self._reading else self.asked
-            found = asked.find(list(self._columns), first_rows, origin)
-            self._reading = found if self.options.text.image_processor else found.without_images()
+            requested = self.requested._replace(name=self._reading.dataset_format) if self._reading else self.requested
+            reading = requested.find(list(self._columns), first_rows, origin)
+            self._reading = reading if self.options.text.image_processor else reading.without_images()
             _check_objective(self._reading, self.options.text, first_rows, origin)
         report.dataset_format = self._reading.dataset_format
         report.unused_columns = [column for column in self._columns if column not in self._reading.names]
         named: list[tuple[int, Row]] = []
-        for number, row, folder in rows:
+        for row_number, row, folder in rows:
             try:
-                named.append((number, {**self._reading.named(row), FOLDER: folder}))
+                named.append((row_number, {**self._reading.named(row), FOLDER: folder}))
             except BadRow as reason:
-                report.reject(number, str(reason))
+                report.reject(row_number, str(reason))
         return named
 
 
 def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    found, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
-    if found == wanted:
+    kind, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
+    if kind == wanted:
         return
     if wanted != TEXTS:
         raise UserError(
@@ -289,8 +289,8 @@ def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequenc
         if reads(first_rows, columns, text_format):
             options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
             alone = f"; or train on the chosen answers alone, with {options_alone}"
-    say = f"Say how to learn from them, such as --objective {found.objective}"
-    raise UserError(f"{origin}: these rows are {found.described}. {say}{alone}.")
+    say = f"Say how to learn from them, such as --objective {kind.objective}"
+    raise UserError(f"{origin}: these rows are {kind.described}. {say}{alone}.")
 
 
 class PromptPipeline(DatasetPipeline):
@@ -303,16 +303,16 @@ class PromptPipeline(DatasetPipeline):
         self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
         if not self._columns:
-            self.asked.check(list(dict.fromkeys(column for _, row, _ in rows for column in row)), origin)
+            self.requested.check(list(dict.fromkeys(column for _, row, _ in rows for column in row)), origin)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         renderers: dict[str, Renderer] = {}
 
-        def read(row: Row, worker: TemplateWorker) -> tuple[str, Asked, Rendered]:
-            name, asked = self.asked.prompt(row)
+        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, Rendered]:
+            name, content = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
                 renderers[name] = Renderer(self.tokenizer, self.template, "assistant", of_format, self.workers)
-            return name, asked, renderers[name].prompt(asked, worker)
+            return name, content, renderers[name].prompt(content, worker)
 
         kept, lengths = list[Prompt](), list[int]()
         prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
@@ -333,25 +333,25 @@ class PromptPipeline(DatasetPipeline):
             else:
                 kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row)))
         self.prompts += kept
-        prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.number for prompt in kept]
+        prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.row_number for prompt in kept]
         return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths
 
     def _beside(self, row: Row) -> Row:
         """The columns for reward functions, under the names that --columns gives."""
-        columns = {self.asked.renames.get(name, name): value for name, value in row.items()}
+        columns = {self.requested.renames.get(name, name): value for name, value in row.items()}
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
 
 
-def _shown(asked: Asked, rendered: Rendered) -> Any:
+def _shown(content: PromptContent, rendered: Rendered) -> Any:
     """The prompt as reward functions get it: messages where it is a chat, else text."""
     if rendered.kind != "chat":
-        return asked_text(asked)
-    if isinstance(asked, Fields):
-        asked = as_chat(dataclasses.replace(asked, context=""))
-    assert not isinstance(asked, Rendered)
-    return asked.messages
+        return prompt_text(content)
+    if isinstance(content, Fields):
+        content = as_chat(dataclasses.replace(content, context=""))
+    assert not isinstance(content, Rendered)
+    return content.messages
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

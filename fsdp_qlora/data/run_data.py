@@ -122,7 +122,7 @@ class RunData:
     def describe_left_out(self) -> list[str]:
         """A line for the end, if rows were left out: how many of those that were read before training."""
         reports = self.reports + self.eval_reports
-        left, total = sum(each.num_rejected for each in reports), sum(each.num_rows for each in reports)
+        left, total = sum(report.num_rejected for report in reports), sum(report.num_rows for report in reports)
         return [f"Rows left out: {left:,} of {total:,}"] if left else []
 
     def files(self) -> dict[str, str]:
@@ -149,19 +149,19 @@ def prepare_data(
             problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
             raise UserError(f"dataset: {name.name} has {problem}.")
     texts = [name for name in options.dataset if options.streaming or parse_name(name).name != sources.DUMMY]
-    found = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
+    known_sources = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
     if options.context_length == "auto":
-        chosen = _choose_context_length(tokenizer, options, found, longest)
+        chosen = _choose_context_length(tokenizer, options, known_sources, longest)
         options = dataclasses.replace(options, context_length=chosen)
     if options.streaming:
-        pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker()], found[options.dataset[0]])
+        pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker()], known_sources[options.dataset[0]])
         train, report, stream = pipeline.open_stream(vocab_size)
         data = RunData(train, np.arange(len(train)), train, reports=(report,), stream=stream)
     else:
-        prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, found)
+        prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
         data = _joined(prepared, options, shares)
         if options.text.makes_rows:
-            rows = [prompt for each in prepared for prompt in each.prompts]
+            rows = [prompt for part in prepared for prompt in part.prompts]
             prompts = prompts_of(data.train, rows, tokenizer, options.text.max_completion_length)
             data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
     if eval_names:
@@ -182,25 +182,25 @@ def prepare_data(
 
 def _joined(prepared: Sequence["Prepared"], options: DataOptions, shares: Sequence[float] | None) -> RunData:
     """The rows of all datasets, of which some may be held out."""
-    parts = [each.rows for each in prepared]
+    parts = [part.rows for part in prepared]
     train_rows, held_out = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     train, eval_sets = join_cached(parts), {"": held_out} if len(held_out) else {}
-    reports = tuple(each.report for each in prepared)
+    reports = tuple(part.report for part in prepared)
     return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
 
 
 def _with_evaluation(data: RunData, prepared: Sequence["Prepared"], names: Iterable[str]) -> RunData:
     """The same run with the rows of other datasets to evaluate on, in the order of their names."""
-    evaluation = join_cached([each.rows for each in prepared])
-    ends = np.cumsum([len(each.rows) for each in prepared])
+    evaluation = join_cached([part.rows for part in prepared])
+    ends = np.cumsum([len(part.rows) for part in prepared])
     eval_sets = dict(zip(names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
-    reports = tuple(each.report for each in prepared)
+    reports = tuple(part.report for part in prepared)
     return dataclasses.replace(data, evaluation=evaluation, eval_sets=eval_sets, eval_reports=reports)
 
 
 def _choose_context_length(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, found: Mapping[str, Source], longest: int | None
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, known_sources: Mapping[str, Source], longest: int | None
 ) -> int:
     """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and `longest`.
 
@@ -208,7 +208,7 @@ def _choose_context_length(
     give the same number on every rank.
     """
     reports = []
-    for dataset, source in found.items():
+    for dataset, source in known_sources.items():
         one = dataclasses.replace(options, dataset=(dataset,), context_length=_UNCUT)
         with _opened(tokenizer, one, source) as pipeline:
             reports.append(pipeline.measured())
@@ -239,13 +239,13 @@ def _prepare_each(
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
     vocab_size: int,
-    found: Mapping[str, Source] = {},
+    known_sources: Mapping[str, Source] = {},
 ) -> list[Prepared]:
     """The rows of each dataset, and what became of them. found: the sources that are known."""
     prepared, samples = [], options.dataset_samples
     for dataset in datasets:
         one = dataclasses.replace(options, dataset=(dataset,))
-        prepared.append(prepare_rows(tokenizer, one, found.get(dataset)))
+        prepared.append(prepare_rows(tokenizer, one, known_sources.get(dataset)))
         num_rows = prepared[-1].report.num_rows
         if samples is not None and num_rows < samples:
             log.warning("dataset_samples is %d, but there are only %d rows.", samples, num_rows)

@@ -20,7 +20,7 @@ from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.batches.tokenization import sample_line
-from fsdp_qlora.data.content import Asked
+from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.image_processor import ImageProcessor
@@ -54,7 +54,7 @@ class Plan:
     data: RunData
     schedule: Schedule
     warmup_steps: int
-    questions: tuple[Asked, ...] = ()
+    questions: tuple[PromptContent, ...] = ()
     """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
     """The tasks of --eval_tasks."""

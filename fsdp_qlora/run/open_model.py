@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.content import Asked, Chat
+from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import all_gather_strings, release_loading_memory, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
@@ -93,7 +93,7 @@ class LoadedModel:
         self.stops = Stops(tokenizer, model, self.format.stop_text)
         self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
-    def stream(self, asked: Asked, number: int, output: Any) -> str:
+    def stream(self, asked: PromptContent, number: int, output: Any) -> str:
         """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
         prompts = {number: self.format.ids(asked)} if self.ranks.is_rank_0 else {}
         printed = 0
@@ -113,7 +113,7 @@ class LoadedModel:
         print(text[printed:], file=output, flush=True)
         return text
 
-    def answer_all(self, asked: Sequence[Asked], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    def answer_all(self, asked: Sequence[PromptContent], batch_size: int) -> Iterator[list[dict[str, Any]]]:
         """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
         every rank."""
         size = batch_size * self.ranks.world_size
@@ -127,7 +127,9 @@ class LoadedModel:
         return {"completion": text, "num_tokens": len(said.token_ids), "finish": said.finish}
 
 
-def answer_file(model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Asked]], out: Path, batch_size: int) -> None:
+def answer_file(
+    model: LoadedModel, rows: Sequence[tuple[dict[str, Any], PromptContent]], out: Path, batch_size: int
+) -> None:
     """Answer the rows of a file; `out` holds them with a completion each, and appears when it is complete.
 
     Raises:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
 from fsdp_qlora.config.text import identity_settings, resolved_options
-from fsdp_qlora.data.content import Fields, asked_text
+from fsdp_qlora.data.content import Fields, prompt_text
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training.generation.generate import Draws, Samples, SamplingOptions
 from fsdp_qlora.training.generation.questions import read_questions
@@ -193,7 +193,7 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -
     path = tmp_path / "prompts.jsonl"
     path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
     [(row, asked)] = read_questions(path)
-    assert row["prompt"] == asked_text(asked) == text
+    assert row["prompt"] == prompt_text(asked) == text
     samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])

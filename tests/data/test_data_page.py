@@ -9,7 +9,7 @@ import pytest
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.data.batches.tokenization import encode
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate
 from tests.data.conftest import WORKER
@@ -31,7 +31,7 @@ def test_every_format_of_texts_has_an_example() -> None:
 @pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
 def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
     row = json.loads(example)
-    assert AskedFormat().find(list(row), [row]).dataset_format == name
+    assert RequestedFormat().find(list(row), [row]).dataset_format == name
     tokenizer = spelled_tokenizer("byte_level")
     renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
     [rendered] = renderer.render(FORMATS[name].read(row))

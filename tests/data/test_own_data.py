@@ -295,7 +295,7 @@ def test_invalid_dataset_weights_and_slices_are_refused(tmp_path: Path) -> None:
 def test_dataset_slices_select_their_rows(prepare: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ALPACA)
     assert rows_of(f"{path}[1:3]") == rows_of(f"{path}[1:]", 2) == ALPACA[1:3]
-    assert [entry.number for entry in find_source(f"{path}[1:3]").entries()] == [2, 3]
+    assert [entry.row_number for entry in find_source(f"{path}[1:3]").entries()] == [2, 3]
     assert rows_of(f"{path}[:0]") == []
     assert len({prepare(f"{path}{part}")[0].train.digest for part in ("", "[1:3]", "[1:]")}) == 3
 

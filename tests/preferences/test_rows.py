@@ -17,7 +17,7 @@ from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
-from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
@@ -300,7 +300,7 @@ def test_samples_show_chosen_and_rejected(tmp_path: Path) -> None:
 
 def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
     for row, (text, _) in ROWS:
-        name = AskedFormat().find(list(row), [row]).dataset_format
+        name = RequestedFormat().find(list(row), [row]).dataset_format
         assert FORMATS[name].row_kind.name == "pairs"
         is_chat = "[a]" in text
         report = prepared([row], tmp_path, prompt_template="chat")[1]

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.content import PreferenceRow, asked_text, without_answer
+from fsdp_qlora.data.content import PreferenceRow, prompt_text, without_answer
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
 from fsdp_qlora.training.generation.questions import read_questions
@@ -69,8 +69,8 @@ def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> 
     assert found[0] == "<s>sort:"
     assert found[1] == found[2] == "<system>be brief<user>sort<assistant>"
     assert "Question:\nsort?" in found[3] and found[3].endswith("Answer:\n") and "b a" in found[4]
-    assert [prompt.asked for prompt in prompts_of(data)[:2]] == ["sort:", ASKED]
-    assert prompts_of(data)[2].asked == ASKED and prompts_of(data)[3].asked == "sort?"
+    assert [prompt.content for prompt in prompts_of(data)[:2]] == ["sort:", ASKED]
+    assert prompts_of(data)[2].content == ASKED and prompts_of(data)[3].content == "sort?"
     filled = texts(read(tmp_path, [{"question": "sort?"}], prompt_template="chat"), tmp_path)
     assert filled == ["<user>sort?<assistant>"]
 
@@ -125,7 +125,7 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: 
     row: dict[str, Any] = {name: [{"from": "human", "value": name}] if name == "conversations" else name
                            for name in (second, first)}  # fmt: skip
     answered = row | {column: "yes" for name in row if (column := IN_ORDER[name])}
-    reading = AskedFormat().find([*answered], [answered])
+    reading = RequestedFormat().find([*answered], [answered])
     trained = FORMATS[reading.dataset_format].read({name: answered[column] for column, name in reading.names.items()})
     preferred = FORMATS["preference"].read(row | {"chosen": "yes", "rejected": "no"})
     assert isinstance(preferred, PreferenceRow)
@@ -134,9 +134,9 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: 
         without_answer(trained),
         without_answer(preferred.answers[0]),
         generated,
-        AskedFormat().prompt(answered)[1],
+        RequestedFormat().prompt(answered)[1],
     ]
-    assert list(map(asked_text, asked)) == [first] * 4
+    assert list(map(prompt_text, asked)) == [first] * 4
 
 
 def test_reward_functions_get_all_columns(tmp_path: Path) -> None:

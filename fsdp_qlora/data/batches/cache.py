@@ -52,9 +52,9 @@ def through_cache(
     """
     path = _path_of(key)
     with _locked(path):
-        if (found := read_cache(path)) is not None and _is_current(path, *found):
+        if (cached := read_cache(path)) is not None and _is_current(path, *cached):
             log.debug("Tokenized rows are read from %s", path)
-            return found
+            return cached
         made = make()
         if any(reason.startswith(ENDED_WORKERS) for reason in made[1].rejected):
             return made  # another start may not lose these rows
@@ -85,15 +85,15 @@ def add_reference(
     `key` is, as JSON, all that these depend on besides the rows.
     """
     path = _path_of(["reference", rows.digest, *key])
-    found = read_cache(path)
-    if gather_numbers([found is not None], ranks.device).all():
+    cached = read_cache(path)
+    if gather_numbers([cached is not None], ranks.device).all():
         log.info("The reference's log-probabilities are read from %s", path)
     else:
-        found = dataclasses.replace(NO_ROWS, reference=compute()), DataReport("")
+        cached = dataclasses.replace(NO_ROWS, reference=compute()), DataReport("")
         if ranks.local_rank == 0:
-            _write(path, *found)
-    assert found is not None
-    return dataclasses.replace(rows, reference=found[0].reference)
+            _write(path, *cached)
+    assert cached is not None
+    return dataclasses.replace(rows, reference=cached[0].reference)
 
 
 def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:

@@ -5,6 +5,7 @@ time.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,9 +46,9 @@ class MicroBatch:
     reference: torch.Tensor
     """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
     answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), old_logps and
-    sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the target is.
-    Empty for other rows."""
+    """Values of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), and
+    old_logps and sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the
+    target is. Empty for other rows."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
@@ -70,7 +71,7 @@ class MicroBatch:
         own = {name: moved.pop(name) for name in names}
         return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
 
-    def part(self, number: int, num_parts: int) -> "MicroBatch":
+    def part(self, index: int, num_parts: int) -> "MicroBatch":
         """One of equally many tokens for each rank that shares this micro-batch, with their targets.
 
         Documents stay whole: their ranks exchange what attention needs of them.
@@ -78,20 +79,20 @@ class MicroBatch:
         if num_parts == 1:
             return self
         length = self.input_ids.shape[1] // num_parts
-        is_own = self.target_rows // length == number
-        rows, targets = self.target_rows[is_own] - number * length, self.targets[is_own]
+        is_own = self.target_rows // length == index
+        rows, targets = self.target_rows[is_own] - index * length, self.targets[is_own]
         answers = {name: values[is_own] for name, values in self.answers.items()}
         if not len(rows):
             rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
             answers = {name: values.new_zeros(1) for name, values in answers.items()}
         return dataclasses.replace(
             self,
-            input_ids=self.input_ids.chunk(num_parts, dim=1)[number],
+            input_ids=self.input_ids.chunk(num_parts, dim=1)[index],
             target_rows=rows,
             targets=targets,
-            num_targets=[int(each.sum()) for each in is_own[: sum(self.num_targets)].split(self.num_targets)],
+            num_targets=[int(document.sum()) for document in is_own[: sum(self.num_targets)].split(self.num_targets)],
             answers=answers,
-            documents=documents_of_part(self.documents, number, num_parts),
+            documents=documents_of_part(self.documents, index, num_parts),
         )
 
     def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
@@ -99,13 +100,13 @@ class MicroBatch:
 
         All of them then have equally many targets, so that they take the same part in the head's collectives.
         """
-        missing = max(len(each.targets) for each in batches) - len(self.targets)
+        missing = max(len(batch.targets) for batch in batches) - len(self.targets)
         return dataclasses.replace(
             self,
             target_rows=F.pad(self.target_rows, (0, missing)),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
             answers={name: F.pad(values, (0, missing)) for name, values in self.answers.items()},
-            tokens_of_ranks=[each.input_ids.flatten() for each in batches],
+            tokens_of_ranks=[batch.input_ids.flatten() for batch in batches],
         )
 
 
@@ -189,9 +190,9 @@ def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> di
     advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
     of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
     of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
-    values = {name: np.resize(each, len(indices)) for name, each in of_rows.items()}
-    values |= {name: each[indices] for name, each in of_tokens.items() if len(each)}
-    return {**{name: _floats(each) for name, each in values.items()}, "table_indices": torch.from_numpy(indices)}
+    values = {name: np.resize(array, len(indices)) for name, array in of_rows.items()}
+    values |= {name: array[indices] for name, array in of_tokens.items() if len(array)}
+    return {**{name: _floats(array) for name, array in values.items()}, "table_indices": torch.from_numpy(indices)}
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
@@ -232,22 +233,22 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
     bounds, longest = torch.from_numpy(ends), max(lengths)
-    known: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    known |= {"max_length_q": longest, "max_length_k": longest}
+    arguments: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    arguments |= {"max_length_q": longest, "max_length_k": longest}
     if num_shared is not None:
         skipped = np.zeros(len(lengths), dtype=np.int64)
         skipped[1 : 2 * len(num_shared) : 2] = num_shared
         is_own = position_ids >= np.repeat(skipped, lengths)
         in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
         places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
-        known = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
-        known["document_ends"], position_ids = bounds, position_ids[is_own]
-    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **known}
+        arguments = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
+        arguments["document_ends"], position_ids = bounds, position_ids[is_own]
+    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **arguments}
 
 
-def documents_of_part(documents: Mapping[str, Any], number: int, num_parts: int) -> dict[str, Any]:
+def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) -> dict[str, Any]:
     """The arguments of `describe_documents` for one of the ranks that share a row; documents stay whole."""
-    return {**documents, "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[number]}
+    return {**documents, "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]}
 
 
 # --- the micro-batches of a step ---
@@ -287,9 +288,8 @@ class Collator:
         size = self.schedule.batch_size * self.schedule.data_size
         # Padded rows keep the order in which their losses were always added.
         parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
-        return Batches(
-            self, table, rows, [each for part in parts for each in self.schedule.rounds(part, table.lengths)]
-        )
+        rounds = itertools.chain(*(self.schedule.rounds(part, table.lengths) for part in parts))
+        return Batches(self, table, rows, [*rounds])
 
     def repeated(self, table: TokenizedRows, micro_batch: np.ndarray, num_rounds: int) -> "Batches":
         """Lay out the same micro-batch for every rank and round."""
@@ -299,7 +299,7 @@ class Collator:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
         # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
         size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
-        whole = {each: self._sequences(rows[each], table) for each in {rank // size for rank in ranks}}
+        whole = {data_rank: self._sequences(rows[data_rank], table) for data_rank in {rank // size for rank in ranks}}
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
         own, sharing = batches[self.rank], [batches[rank] for rank in self.sharing_ranks]
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():

@@ -62,11 +62,11 @@ class TokenizedRows:
 
     def __getitem__(self, row: int) -> "TokenizedRows":
         """One row, which shares its memory with all."""
-        each = 2 if len(self.splits) else 1
+        num_documents = 2 if len(self.splits) else 1
         bounds: dict[str, Sequence[int] | np.ndarray] = {
             "token": self.offsets[row : row + 2],
             "row": (row, row + 1),
-            "document": (each * row, each * (row + 1)),
+            "document": (num_documents * row, num_documents * (row + 1)),
             "image": self._first_images[row : row + 2],
         }
         arrays = {name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()}
@@ -106,12 +106,12 @@ class TokenizedRows:
     def document_targets(self) -> np.ndarray:
         """Learned tokens of each document that have a predecessor, int64 [documents]."""
         offsets_of_all = self.document_offsets
-        found = np.empty(len(offsets_of_all) - 1, np.int64)
-        for first in range(0, len(found), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
+        counts = np.empty(len(offsets_of_all) - 1, np.int64)
+        for first in range(0, len(counts), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
             offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
             learned, starts = self.learned[offsets[0] : offsets[-1]], offsets[:-1] - offsets[0]
-            found[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
-        return found
+            counts[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
+        return counts
 
     @cached_property
     def document_offsets(self) -> np.ndarray:
@@ -146,12 +146,12 @@ class TokenizedRows:
     @cached_property
     def num_shared(self) -> np.ndarray:
         """Length of the common prefix of each row's two documents, int64 [rows]."""
-        found = []
+        shared = []
         for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
             length = min(split, end - start - split)
             is_same = self.input_ids[start : start + length] == self.input_ids[start + split : start + split + length]
-            found.append(length if is_same.all() else is_same.argmin())
-        return np.array(found, dtype=np.int64)
+            shared.append(length if is_same.all() else is_same.argmin())
+        return np.array(shared, dtype=np.int64)
 
     def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
         """Tokens of each row that a model computes, int64 [rows]; a shared prompt once, if it `shares_prompts`."""
@@ -268,11 +268,11 @@ class DataReport(RowCounts):
     is_filled: bool = False
     """Whether rows were filled into a prompt template."""
 
-    def reject(self, number: int, reason: str) -> None:
-        self.rejected.setdefault(reason, []).append(number)
+    def reject(self, row_number: int, reason: str) -> None:
+        self.rejected.setdefault(reason, []).append(row_number)
 
-    def note(self, number: int, what: str) -> None:
-        self.notes.setdefault(what, []).append(number)
+    def note(self, row_number: int, what: str) -> None:
+        self.notes.setdefault(what, []).append(row_number)
 
     @property
     def num_rejected(self) -> int:
@@ -285,8 +285,8 @@ class DataReport(RowCounts):
 
     def places(self) -> list[tuple[str, str]]:
         """(place, reason) of every row that was left out, in the order of the dataset."""
-        reasons = sorted((number, reason) for reason, numbers in self.rejected.items() for number in numbers)
-        return [(self._locate([number]), reason) for number, reason in reasons]
+        reasons = sorted((row_number, reason) for reason, numbers in self.rejected.items() for row_number in numbers)
+        return [(self._locate([row_number]), reason) for row_number, reason in reasons]
 
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
@@ -312,29 +312,29 @@ class DataReport(RowCounts):
     def describe_cut(self, context_length: int) -> list[str]:
         """A line of advice where many tokens are cut or prompts fill the context."""
         share = self.num_tokens_cut / max(1, self.num_tokens + self.num_tokens_cut)
-        found = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
-        found += [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
+        problems = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
+        problems += [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
         needed = self.length_of_99_percent
         advice = f"--context_length {needed} would keep 99% of the rows whole." if needed > context_length else ""
-        line = f"{self.origin}: with --context_length {context_length} {' and '.join(found)}. {advice}"
-        return [line.rstrip()] if found else []
+        line = f"{self.origin}: with --context_length {context_length} {' and '.join(problems)}. {advice}"
+        return [line.rstrip()] if problems else []
 
     def _locate(self, numbers: Iterable[int]) -> str:
         """The places of ascending row numbers as compilers give them: "data/a.jsonl:3, 17; data/b.parquet row 1"."""
 
-        def file_of(number: int) -> SourceFile:
-            return self.parts[bisect.bisect_left(self.parts, number, key=lambda file: file.offset) - 1]
+        def file_of(row_number: int) -> SourceFile:
+            return self.parts[bisect.bisect_left(self.parts, row_number, key=lambda file: file.offset) - 1]
 
         places = []
         for file, group in itertools.groupby(numbers, key=file_of):
             path = self.origin if self.origin.endswith(file.name) else f"{self.origin}/{file.name}"
-            rows = ", ".join(str(number - file.offset) for number in group)
+            rows = ", ".join(str(row_number - file.offset) for row_number in group)
             places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
         return "; ".join(places)
 
     def _lines(self, rows: Mapping[str, list[int]]) -> dict[str, str]:
-        found = {}
+        lines = {}
         for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
             places = self._locate(numbers[:NUMBERS_SHOWN]) + ", ..." * (len(numbers) > NUMBERS_SHOWN)
-            found[what] = f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1)
-        return found
+            lines[what] = f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1)
+        return lines

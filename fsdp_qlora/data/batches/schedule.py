@@ -121,8 +121,8 @@ class Schedule:
         """Tokens that are computed for a micro-batch, padding included."""
         if not len(micro_batch):
             return TOKENS_OF_AN_EMPTY_RANK
-        found = lengths[micro_batch]
-        return int(len(found) * found.max() if self.padding else found.sum())
+        sizes = lengths[micro_batch]
+        return int(len(sizes) * sizes.max() if self.padding else sizes.sum())
 
     def longest_micro_batch(
         self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
@@ -152,9 +152,9 @@ class Schedule:
             rounds: a step's micro-batches. computed: tokens of every row that are computed, if they are not all.
         """
         counted = lengths if computed is None else computed
-        tokens = [[self.tokens_computed(piece, counted) for piece in each] for each in rounds]
+        tokens = [[self.tokens_computed(piece, counted) for piece in micro_batches] for micro_batches in rounds]
         useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
-        return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(each) for each in tokens)
+        return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(of_ranks) for of_ranks in tokens)
 
     def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
         """The rounds of each of the first steps; of a stream only its first rows are known."""

@@ -126,7 +126,7 @@ class RowStream:
             following, self._rest = StreamPosition(position.epoch + 1), None
         else:
             last = block[-1]
-            following = StreamPosition(position.epoch, last.part, last.number, last.offset)
+            following = StreamPosition(position.epoch, last.part, last.row_number, last.offset)
             self._rest = following, entries
         return block, following
 
@@ -146,9 +146,9 @@ def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
 
 def sample_evenly(items: Iterable[Item], most: int) -> tuple[int, list[Item]]:
     """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
-    number, kept, distance = 0, list[Item](), 1
-    for number, item in enumerate(items, start=1):
-        kept += [item] if (number - 1) % distance == 0 else []
+    count, kept, distance = 0, list[Item](), 1
+    for count, item in enumerate(items, start=1):
+        kept += [item] if (count - 1) % distance == 0 else []
         if len(kept) > most:
             kept, distance = kept[::2], 2 * distance
-    return number, kept
+    return count, kept

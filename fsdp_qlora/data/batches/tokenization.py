@@ -31,8 +31,8 @@ Encoded = tuple[Ids, np.ndarray, tuple[str, ...]]  # token ids, bool [tokens], n
 class EncodedRow(NamedTuple):
     """One row as tokens, cut at context_length."""
 
-    number: int
-    """The number of the row in the dataset."""
+    row_number: int
+    """In the dataset."""
     ids: np.ndarray
     """int32 [tokens]."""
     learned: np.ndarray
@@ -92,17 +92,17 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
     """The rows that can be learned from, in their order; the others are in the report."""
     chosen: list[EncodedRow] = []
-    for number, group in itertools.groupby(encoded, key=lambda row: row.number):
+    for row_number, group in itertools.groupby(encoded, key=lambda row: row.row_number):
         of_row = list(group)
         learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
         chosen += learning
         report.num_apart += max(0, len(learning) - 1)
         for note in dict.fromkeys(note for row in of_row for note in row.notes):
-            report.note(number, note)
+            report.note(row_number, note)
         if not learning:
-            report.reject(number, NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET)
+            report.reject(row_number, NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET)
         elif len(learning) < len(of_row):
-            report.note(number, NO_ROOM_FOR_TURN)
+            report.note(row_number, NO_ROOM_FOR_TURN)
     report.num_truncated += sum(row.num_cut > 0 for row in chosen)
     report.num_tokens_cut += sum(row.num_cut for row in chosen)
     return chosen
@@ -115,7 +115,7 @@ def dummy_rows(
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
-    tokenized = _flatten([EncodedRow(number, row, learned, split=split) for number, row in enumerate(ids, start=1)])
+    tokenized = _flatten([EncodedRow(i, row, learned, split=split) for i, row in enumerate(ids, start=1)])
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -126,12 +126,12 @@ def _render(
 ) -> list[tuple[int, Rendered]]:
     """(number, text or tokens) of the rows that can be used. The others are in the report."""
     rendered: list[tuple[int, Rendered]] = []
-    found = renderer.render_all([row for _, row in rows], row_format.read)
-    for (number, _), made in zip(rows, found, strict=True):
+    rendered_rows = renderer.render_all([row for _, row in rows], row_format.read)
+    for (row_number, _), made in zip(rows, rendered_rows, strict=True):
         if isinstance(made, BadRow):
-            report.reject(number, str(made))
+            report.reject(row_number, str(made))
         else:
-            rendered += [(number, row) for row in made]
+            rendered += [(row_number, row) for row in made]
     return rendered
 
 
@@ -141,7 +141,7 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
         learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
         offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
-        row_numbers=np.array([row.number for row in rows], dtype=np.int64),
+        row_numbers=np.array([row.row_number for row in rows], dtype=np.int64),
         splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
         desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
         images=np.frombuffer(names, dtype=np.uint8).reshape(-1, 16),
@@ -173,11 +173,11 @@ def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokeniz
     start, end = tokenized.document_offsets[document : document + 2]
     learned = np.flatnonzero(tokenized.learned[start:end])
     first = start + int(learned[0]) if len(learned) else end  # nothing of a prompt is learned
-    asked, answer = (
+    prompt, answer = (
         " ".join(str(tokenizer.decode(tokenized.input_ids[span])).split())
         for span in (slice(start, first), slice(first, end))
     )
-    return f"Sample, row {tokenized.row_numbers[row]}: ...{asked[-40:]} -> {answer}"
+    return f"Sample, row {tokenized.row_numbers[row]}: ...{prompt[-40:]} -> {answer}"
 
 
 def describe_sample(
@@ -214,7 +214,7 @@ def encode(
         kind: encoder([row for _, row in rendered if row.kind == kind], tokenizer)
         for kind, encoder in _ENCODERS.items()
     }
-    for number, row in rendered:
+    for row_number, row in rendered:
         ids, learned, notes = next(encoders[row.kind])
         # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
         starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
@@ -225,7 +225,7 @@ def encode(
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
             arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
-            yield EncodedRow(number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
+            yield EncodedRow(row_number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
 
 
 def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
@@ -262,9 +262,9 @@ def _encode_joint(
         return
     texts = ["".join(segment.text for segment in row.segments) for row in rows]
     options = {"return_offsets_mapping": True, "verbose": False}
-    found = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
+    encoding = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
     stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
-    for row, ids, offsets in zip(rows, found.get("input_ids", ()), found.get("offset_mapping", ()), strict=True):
+    for row, ids, offsets in zip(rows, encoding.get("input_ids", ()), encoding.get("offset_mapping", ()), strict=True):
         segments, notes = row.segments, []
         learned = _learned_tokens(segments, offsets)
         if learned is None:

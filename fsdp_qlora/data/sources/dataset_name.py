@@ -50,8 +50,8 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
     while match := _BRACKETS.search(name):
         inside, name = match[1], name[: match.start()]
-        if found := _SLICE.match(inside):
-            start, stop = int(found[1] or 0), int(found[2]) if found[2] else None
+        if bounds := _SLICE.match(inside):
+            start, stop = int(bounds[1] or 0), int(bounds[2]) if bounds[2] else None
         elif split is None and _SPLIT.match(inside):
             split = inside
         else:

@@ -71,11 +71,11 @@ def _too_long(place: str) -> UserError:
 def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
     most = _most_bytes()
-    for number in count(1):
+    for line_number in count(1):
         if not (line := file.readline(most + 1)):
             return
         if len(line) > most:
-            raise _too_long(f"{path}:{number}")
+            raise _too_long(f"{path}:{line_number}")
         yield line
 
 
@@ -83,18 +83,18 @@ def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedR
     """One row per line. Blank lines are skipped. Numbers are line numbers."""
     has_rows = after > 0
     with open_file(path) as file:
-        for number, line in enumerate(islice(_lines(path, file), after, None), start=after + 1):
+        for line_number, line in enumerate(islice(_lines(path, file), after, None), start=after + 1):
             try:
                 if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
-                    yield number, parse(text)
+                    yield line_number, parse(text)
                     has_rows = True
             except BadRow as reason:
                 if has_rows and not line.endswith(b"\n"):
                     raise UserError(
-                        f"{path}:{number}: {reason}. The file ends within this line, so it is incomplete. "
+                        f"{path}:{line_number}: {reason}. The file ends within this line, so it is incomplete. "
                         "Copy or download it again."
                     ) from reason
-                yield number, reason
+                yield line_number, reason
 
 
 def count_lines(path: Path) -> int:
@@ -118,11 +118,11 @@ def read_json(path: Path) -> NumberedRows:
         raise UserError(f"{path}: {reason}.") from reason
     if len(values) == 1:
         values = values[0] if isinstance(values[0], list) else _held(values[0]) or values
-    for number, value in enumerate(values, start=1):
+    for row_number, value in enumerate(values, start=1):
         try:
-            yield number, _require_object(value)
+            yield row_number, _require_object(value)
         except BadRow as reason:
-            yield number, reason
+            yield row_number, reason
 
 
 def _held(value: object) -> list[Any] | None:
@@ -143,13 +143,13 @@ def read_csv(path: Path) -> NumberedRows:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise UserError(f"{path}:1: a column name occurs twice: {', '.join(header)}.")
-            number = reader.line_num + 1
+            line_number = reader.line_num + 1
             for values in reader:
                 if values and len(values) != len(header):
-                    yield number, BadRow(f"{len(values)} values, but the header has {len(header)}")
+                    yield line_number, BadRow(f"{len(values)} values, but the header has {len(header)}")
                 elif values:
-                    yield number, dict(zip(header, values, strict=True))
-                number = reader.line_num + 1
+                    yield line_number, dict(zip(header, values, strict=True))
+                line_number = reader.line_num + 1
         except csv.Error as error:
             if str(error).startswith("field larger than"):
                 raise _too_long(f"{path}:{reader.line_num}") from error
@@ -159,12 +159,12 @@ def read_csv(path: Path) -> NumberedRows:
 def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
     # Some files end lines with a carriage return.
     parts = (part for line in _lines(path, file) for part in line.splitlines(keepends=True))
-    for number, part in enumerate(parts, start=1):
+    for line_number, part in enumerate(parts, start=1):
         try:
             yield _decode(part)
         except BadRow as reason:
             advice = "Save the file as CSV UTF-8, or convert it: iconv -f cp1252 -t utf-8."
-            raise UserError(f"{path}:{number}: {reason}. {advice}") from reason
+            raise UserError(f"{path}:{line_number}: {reason}. {advice}") from reason
 
 
 def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
@@ -184,9 +184,9 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
             _check_groups(path, file.metadata, groups, columns)
             for whole in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=groups):
                 batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
-                for number, row in number_rows(batch, str(path), last + 1, schema.names):
-                    last = number
-                    yield number, row
+                for row_number, row in number_rows(batch, str(path), last + 1, schema.names):
+                    last = row_number
+                    yield row_number, row
         except UserError:
             raise
         except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
@@ -214,8 +214,8 @@ def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> N
         for index in range(table.num_rows):
             if table.slice(index, 1).nbytes > most:
                 raise _too_long(f"{place} row {first + index}")
-    for number, row in enumerate(_rows_of(table), start=first):
-        yield number, complete(row, columns)
+    for row_number, row in enumerate(_rows_of(table), start=first):
+        yield row_number, complete(row, columns)
 
 
 def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
@@ -326,7 +326,7 @@ def _is_lines(first: str = "", *others: str) -> bool | None:
 
 def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
     """The rows whose numbers are above `after`. Raises UserError with the place if the file cannot be read."""
-    return ((number, row) for number, row in kind.read(path, used, after) if number > after)
+    return ((row_number, row) for row_number, row in kind.read(path, used, after) if row_number > after)
 
 
 def count_rows(path: Path, kind: FileKind) -> int:

@@ -65,8 +65,8 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
         by_split.setdefault(_split_below(file), []).append(file)
     if split is not None:
         if (wanted := SPLITS.get(split, split)) not in by_split:
-            known = ", ".join(sorted(filter(None, by_split))) or "none"
-            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
+            names = ", ".join(sorted(filter(None, by_split))) or "none"
+            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {names}.")
         return by_split[wanted]
     held_out = sorted(filter(None, by_split.keys() - {"train"}))
     chosen = by_split.get("train") or by_split.get(None)

@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 
     part: int
     offset: int
-    number: int
+    row_number: int
     row: Row | BadRow
 
 
@@ -70,9 +70,9 @@ def read_entries(
 ) -> Iterator[Entry]:
     """Give the entries of the parts from number `part` on, of that one those after number `after`."""
     for index in range(part, len(parts)):
-        for number, row in parts[index].read(used, after):
-            yield Entry(index, offset, number, row)
-            after = number
+        for row_number, row in parts[index].read(used, after):
+            yield Entry(index, offset, row_number, row)
+            after = row_number
         offset, after = offset + after, 0
 
 
@@ -117,9 +117,9 @@ class Source:
 
     def count(self) -> int:
         """The rows of an epoch. Raises UserError if their number is unknown."""
-        if (found := self.num_rows()) is None:
+        if (num_rows := self.num_rows()) is None:
             raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
-        return found
+        return num_rows
 
 
 def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source:
@@ -144,19 +144,19 @@ def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source
     if name == DEMO or (name not in DATASETS and _looks_local(name)):
         if wanted.config is not None:
             raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
-        found = local_source(_existing(name), wanted.split, streamed=streamed)
+        source = local_source(_existing(name), wanted.split, streamed=streamed)
     elif name in DATASETS:
-        known = parse_name(DATASETS[name])
-        split, start = (wanted.split, 0) if wanted.split else (known.split or "train", known.start)
-        found = hub_source(known.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
+        named = parse_name(DATASETS[name])
+        split, start = (wanted.split, 0) if wanted.split else (named.split or "train", named.start)
+        source = hub_source(named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
     elif is_hub_name(name):
         find = hub_stream if streamed else hub_source
-        found = find(name, config=wanted.config, split=wanted.split or "train")
+        source = find(name, config=wanted.config, split=wanted.split or "train")
     else:
         close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
-    return found.slice(wanted.start, wanted.stop)
+    return source.slice(wanted.start, wanted.stop)
 
 
 def _existing(name: str) -> Path:
@@ -276,19 +276,19 @@ def hub_stream(name: str, *, config: str | None, split: str) -> Source:
     except Exception as error:  # what it raises is not documented
         raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
     splits = (table.info.splits or {}) if table.info else {}
-    known = splits[split].num_examples if split in splits else None
+    num_rows = splits[split].num_examples if split in splits else None
 
     def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
         file = table.shard(table.num_shards, index)
         try:
-            for number, row in enumerate(file.skip(after) if after else file, start=after + 1):
-                yield number, complete(row, ())
+            for row_number, row in enumerate(file.skip(after) if after else file, start=after + 1):
+                yield row_number, complete(row, ())
         except Exception as error:  # of the network, or of the files
             # No UserError: the other ranks may not have it, and a restart may help.
             raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
 
     parts = [Part(f"{split} file {index + 1}", "row", partial(read, index)) for index in range(table.num_shards)]
-    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: known)
+    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: num_rows)
 
 
 # Short names of datasets on the hub. guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under

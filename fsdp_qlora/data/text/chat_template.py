@@ -260,7 +260,7 @@ class Conversation:
         self._render, self.messages = render, messages
         self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
         self.text, blocks = render(messages)
-        speakers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         self._blocks = dict(zip(speakers, blocks, strict=True)) if len(blocks) == len(speakers) else {}
 
     def places(self, turn: int) -> list[tuple[str, Span]]:
@@ -274,10 +274,10 @@ class Conversation:
         alone = self if is_last else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
         if turn in self._blocks:
             both = dict.fromkeys((self, alone))
-            return [(found.text, found._blocks[turn]) for found in both if turn in found._blocks]
+            return [(chat.text, chat._blocks[turn]) for chat in both if turn in chat._blocks]
         prompts = self._prompts(turn)
         here, there = (
-            next((len(prompt) for prompt in prompts if found.text.startswith(prompt)), None) for found in (self, alone)
+            next((len(prompt) for prompt in prompts if chat.text.startswith(prompt)), None) for chat in (self, alone)
         )
         if there is None:
             return []
@@ -292,17 +292,17 @@ class Conversation:
     def _prompts(self, turn: int) -> list[str]:
         """The text before a turn, which ends with the generation prompt, also without the reasoning that it opens."""
         before = self.messages[:turn]
-        prompt, asked = self._try(before, add_generation_prompt=True), self._try(before) or ""
+        prompt, history = self._try(before, add_generation_prompt=True), self._try(before) or ""
         if prompt is None and not any(message["role"] in ("user", "assistant") for message in before):
             # The assistant begins, and the template wants a question: its prompt is as after one.
             question = [{"role": "user", "content": "a"}]
-            asked = self._try(question) or ""
-            opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(asked).partition(BEGINS)[0]
-            start, found, _ = self.text.partition(opening) if opening else ("", "", "")
-            return [start + found] * bool(found)
+            history = self._try(question) or ""
+            opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(history).partition(BEGINS)[0]
+            start, separator, _ = self.text.partition(opening) if opening else ("", "", "")
+            return [start + separator] * bool(separator)
         if prompt is None:
             return []
-        opened = prompt.find(BEGINS, len(asked))
+        opened = prompt.find(BEGINS, len(history))
         return [prompt] if opened < 0 else [prompt, prompt[:opened]]
 
     def _try(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
@@ -411,7 +411,7 @@ def _write(render: Render, messages: list[Message], end_tokens: Sequence[str]) -
 
     with_content = [{"content": "", **message} for message in messages]
     as_text = [copy.deepcopy(way) for way in (messages, with_content)]
-    for call in (call for found in as_text for message in found for call in message.get("tool_calls") or []):
+    for call in (call for variant in as_text for message in variant for call in message.get("tool_calls") or []):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     for way in (messages, with_content, *as_text) if any("tool_calls" in message for message in messages) else ():
         with contextlib.suppress(TypeError, jinja2.UndefinedError):

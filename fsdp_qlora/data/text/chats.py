@@ -39,16 +39,16 @@ def read_moss(row: Row) -> Chat:
     chat: Any = row.get("chat")
     if not is_moss(row):
         raise BadRow("chat is not an object of turns")
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for name in sorted(chat, key=lambda name: (len(name), name)):  # turn_2 before turn_10
         said = {key: _MARKS.sub("", str(text)).strip() for key, text in chat[name].items()}
-        first = len(found) + 1
-        found += [
+        first = len(messages) + 1
+        messages += [
             {"role": role, "content": said[key]} for key, role in _MOSS.items() if said.get(key, "None") != "None"
         ]
-        if said.get("Inner Thoughts", "None") != "None" and len(found) > first:
-            found[first]["reasoning_content"] = said["Inner Thoughts"]
-    return read_chat({"system": row.get("meta_instruction")}, found)
+        if said.get("Inner Thoughts", "None") != "None" and len(messages) > first:
+            messages[first]["reasoning_content"] = said["Inner Thoughts"]
+    return read_chat({"system": row.get("meta_instruction")}, messages)
 
 
 def is_moss(row: Row) -> bool:
@@ -68,9 +68,9 @@ def read_tree(row: Row) -> Chat:
 
 def read_prompted(row: Row) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
-    asked = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
+    prompt = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
-    return read_chat(row, [{**turn, "weight": 0} for turn in asked] + answer)
+    return read_chat(row, [{**turn, "weight": 0} for turn in prompt] + answer)
 
 
 def said_by(role: str, value: object, column: str) -> list[dict[str, Any]]:
@@ -92,9 +92,9 @@ def turns(value: object, column: str) -> list[dict[str, Any]]:
 
 
 def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    for asked, answered in PAIRS:
-        if turn.keys() >= {asked, answered}:
-            roles = (("user", asked), ("assistant", answered))
+    for question, answer in PAIRS:
+        if turn.keys() >= {question, answer}:
+            roles = (("user", question), ("assistant", answer))
             return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
     return [dict(turn)]
 
@@ -102,8 +102,8 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     """The turns as messages, with what else the row has for a chat. Raises BadRow."""
     images = Images(row)
-    messages = [_message(turn, number, images) for number, turn in enumerate(turns, start=1)]
-    weights = [_weight(turn, number) for number, turn in enumerate(turns, start=1)]
+    messages = [_message(turn, turn_number, images) for turn_number, turn in enumerate(turns, start=1)]
+    weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": unicode_of(system, "system")})
@@ -115,55 +115,55 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused), tuple(images.shown))
 
 
-def _message(turn: dict[str, Any], number: int, images: Images) -> dict[str, Any]:
+def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
     called = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = next((turn[name] for name in ("content", "value", "parts") if turn.get(name) is not None), None)
     if called in CALLS:
-        return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {number}")], number)}
+        return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {turn_number}")], turn_number)}
     if not isinstance(called, str) or called.lower() not in ROLES:
-        raise BadRow(f"turn {number}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
+        raise BadRow(f"turn {turn_number}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
     if calls := turn.get("tool_calls") or turn.get("function_call"):
-        message["tool_calls"] = _calls(calls, number)
+        message["tool_calls"] = _calls(calls, turn_number)
     if content is not None:
-        message["content"] = images.read(content, number, can_show=message["role"] != "assistant")
+        message["content"] = images.read(content, turn_number, can_show=message["role"] != "assistant")
     elif "tool_calls" not in message:
-        raise BadRow(f"turn {number}: its content is null")
+        raise BadRow(f"turn {turn_number}: its content is null")
     if message["role"] == "user":
         for text in texts_of(message):
-            refuse_media(text, f"turn {number}")
+            refuse_media(text, f"turn {turn_number}")
     message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
     is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
-    if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:
-        raise BadRow(f"turn {number}: the assistant says nothing")
+    if message["role"] == "assistant" and is_empty and _weight(turn, turn_number) != 0:
+        raise BadRow(f"turn {turn_number}: the assistant says nothing")
     return message
 
 
-def _weight(turn: Mapping[str, Any], number: int) -> int | None:
+def _weight(turn: Mapping[str, Any], turn_number: int) -> int | None:
     for name in WEIGHTS:
         weight = turn.get(name)
         if weight is not None and weight not in (0, 1):
-            raise BadRow(f"turn {number}: its {name} is {weight!r}, and can be 0 (only read) or 1 (learned)")
+            raise BadRow(f"turn {turn_number}: its {name} is {weight!r}, and can be 0 (only read) or 1 (learned)")
         if weight is not None:
             return int(weight)
     return None
 
 
-def _calls(calls: object, number: int) -> list[dict[str, Any]]:
+def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
     """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
-    found = []
+    tool_calls = []
     listed: list[Any] = calls if isinstance(calls, list) else [calls]
     for call in listed:
         function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow(f"turn {number}: a tool call without a name")
+            raise BadRow(f"turn {turn_number}: a tool call without a name")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"turn {number}: the arguments of {function['name']}")
+            arguments = _json(arguments, f"turn {turn_number}: the arguments of {function['name']}")
         kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return found
+        tool_calls.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return tool_calls
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | None:

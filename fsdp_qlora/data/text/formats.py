@@ -10,11 +10,11 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data.content import (
-    Asked,
     BadRow,
     Chat,
     Content,
     Fields,
+    PromptContent,
     Rendered,
     Row,
     Segment,
@@ -52,7 +52,7 @@ class Format:
     row_kind: RowKind = TEXTS
     """The kind of rows for objectives."""
 
-    def prompt(self, row: Row) -> Asked:
+    def prompt(self, row: Row) -> PromptContent:
         """Read the prompt of a row, which may lack the answer. Raises BadRow."""
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")
         return without_answer(self.read({**row, **answer}))
@@ -64,21 +64,21 @@ class Format:
             is_answered: whether columns of the answer are needed, too.
         """
         needed = self.columns if is_answered else self.asks
-        found = {name: column for name, column in _matches(needed, columns).items() if column is not None}
-        if not needed or len(found) < len(needed):
+        chosen = {name: column for name, column in _matches(needed, columns).items() if column is not None}
+        if not needed or len(chosen) < len(needed):
             return {}
         for name in self.optional_columns:
-            others = [column for column in columns if column not in found.values()]
+            others = [column for column in columns if column not in chosen.values()]
             matches = _matches((name, *SYNONYMS.get(name, ())), others)
             if (column := next(filter(None, matches.values()), None)) is not None:
-                found[name] = column
-        return {column: name for name, column in found.items()}
+                chosen[name] = column
+        return {column: name for name, column in chosen.items()}
 
 
 def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
     """Wanted column -> the dataset's of the same name, or the only one that differs in case and blanks alone."""
     close = {name: [column for column in columns if column.strip().lower() == name] for name in wanted}
-    return {name: name if name in columns else found[0] if len(found := close[name]) == 1 else None for name in wanted}
+    return {name: name if name in columns else same[0] if len(same := close[name]) == 1 else None for name in wanted}
 
 
 # --- instructions, for a prompt template ---
@@ -110,10 +110,10 @@ def read_fields(row: Row, instruction: str, response: str, context: str = "conte
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
     pairs = []
-    for number, pair in enumerate(value if isinstance(value, list) else [value] if value else [], start=1):
+    for pair_number, pair in enumerate(value if isinstance(value, list) else [value] if value else [], start=1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise BadRow(f"history {number} is not a pair of instruction and response")
-        named = dict(zip((f"history {number} instruction", f"history {number} response"), pair, strict=True))
+            raise BadRow(f"history {pair_number} is not a pair of instruction and response")
+        named = dict(zip((f"history {pair_number} instruction", f"history {pair_number} response"), pair, strict=True))
         instruction, response = (text_of(named, name) for name in named)
         pairs.append((instruction, response))
     return tuple(pairs)
@@ -162,10 +162,10 @@ def read_guanaco(row: Row) -> Rendered:
     segments: list[Segment] = []
     rest = text
     while ASSISTANT in rest:
-        asked, _, rest = rest.partition(ASSISTANT)
+        prompt, _, rest = rest.partition(ASSISTANT)
         end = rest.find(HUMAN)
         answer = rest if end < 0 else rest[:end].rstrip()
-        segments += [Segment(asked + ASSISTANT, learned=False), Segment(answer, learned=True)]
+        segments += [Segment(prompt + ASSISTANT, learned=False), Segment(answer, learned=True)]
         rest = rest[len(answer) :]
     if not segments:
         raise BadRow(f"no {ASSISTANT} in the text")

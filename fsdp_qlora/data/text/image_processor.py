@@ -62,23 +62,23 @@ class ImageProcessor:
 
     @cached_property
     def _names(self) -> tuple[list[str], list[str]]:
-        """What the processor gives besides tokens: for each token, and for each image."""
+        """The names of the processor's outputs besides tokens: for each token, and for each image."""
         from PIL import Image as Pillow
 
-        found = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
-        found.pop("text_replacement_offsets")
-        shape, kinds = found["input_ids"].shape, self.kinds_of(found["input_ids"])
-        of_tokens = [name for name, value in found.items() if value.shape[:2] == shape and name not in _TOKENS]
-        if unknown := [name for name in of_tokens if not torch.equal(found[name], kinds)]:
+        outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
+        outputs.pop("text_replacement_offsets")
+        shape, kinds = outputs["input_ids"].shape, self.kinds_of(outputs["input_ids"])
+        of_tokens = [name for name, value in outputs.items() if value.shape[:2] == shape and name not in _TOKENS]
+        if unknown := [name for name in of_tokens if not torch.equal(outputs[name], kinds)]:
             raise UserError(f"model_name {self.name}: its processor gives {unknown[0]}, which is not known here.")
-        return of_tokens, [name for name in found if name not in (*of_tokens, *_TOKENS)]
+        return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
 
     def kinds_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """1 for tokens that stand for images and 0 for others, int64 [B, T]."""
         return torch.tensor(self._processor.create_mm_token_type_ids(input_ids.tolist()))
 
     def _call(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
-        """What the processor gives for one text."""
+        """The processor's outputs for one text."""
         with self._lock:
             options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
             return dict(self._processor(text=[text], images=[[*images]], **options))
@@ -97,11 +97,11 @@ class ImageProcessor:
         if not count:
             return [*row], 0, 0
         try:
-            found = self._call(text, images[:count])
+            outputs = self._call(text, images[:count])
         except Exception as error:  # such as of an image that is too narrow
             raise BadRow(f"the model's processor refuses an image ({first_line(error)})") from error
-        written = (place["replacement"] for place in found["text_replacement_offsets"][0])
-        return [*_replace(row, token, written)], count, sum(found[name].numel() for name in self._names[1])
+        written = (place["replacement"] for place in outputs["text_replacement_offsets"][0])
+        return [*_replace(row, token, written)], count, sum(outputs[name].numel() for name in self._names[1])
 
     @property
     def image_ids(self) -> tuple[int, ...]:
@@ -121,8 +121,8 @@ class ImageProcessor:
         of_tokens, of_images = self._names
         token = self._processor.image_token
         images = [[*map(load, names)] for names in rows]
-        found = [self._call(token * len(each), each) for each in images]
-        inputs = {name: _concatenate([each[name] for each in found]) for name in of_images if name in taken}
+        outputs = [self._call(token * len(shown), shown) for shown in images]
+        inputs = {name: _concatenate([output[name] for output in outputs]) for name in of_images if name in taken}
         return inputs | {name: self.kinds_of(input_ids) for name in of_tokens if name in taken}
 
 
@@ -133,8 +133,8 @@ def _files(folder: Path) -> list[Path]:
 def _replace(row: Iterable[Segment], token: str, written: Iterator[str]) -> Iterator[Segment]:
     """The segments with what is written out for each `token`."""
     for segment in row:
-        for number, text in enumerate(segment.text.split(token)):
-            if number:
+        for index, text in enumerate(segment.text.split(token)):
+            if index:
                 yield Segment(next(written), learned=False)
             yield Segment(text, segment.learned)
 

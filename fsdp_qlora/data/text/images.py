@@ -25,32 +25,32 @@ class Images:
         self._folder = str(row.get(FOLDER) or "")
         value = row.get("images")
         listed = value if isinstance(value, list) else [value] if value else []
-        self._listed = [self._image(each, f"image {number}") for number, each in enumerate(listed, start=1)]
+        self._listed = [self._image(image, f"image {index}") for index, image in enumerate(listed, start=1)]
         self._left = iter(self._listed)
         self.shown: list[Image] = []
 
-    def read(self, content: object, number: int, *, can_show: bool) -> str | list[dict[str, str]]:
+    def read(self, content: object, turn_number: int, *, can_show: bool) -> str | list[dict[str, str]]:
         """The content of turn `number`: text, or parts where it shows images. Raises BadRow."""
-        where, place = f"turn {number}", {"type": "image"}
+        where, place = f"turn {turn_number}", {"type": "image"}
         if isinstance(content, str):
             texts = content.split(_PLACE) if self._listed and can_show else [content]
             parts: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
         elif not isinstance(parts := content, list | tuple):
             raise BadRow(f"{where}: its content is not text but {type(content).__name__}")
-        found = [self._part(part, where, can_show=can_show) for part in parts]
-        if place in found:
-            return [part for part in found if part.get("text") != ""]
-        return "".join(part["text"] for part in found)
+        contents = [self._part(part, where, can_show=can_show) for part in parts]
+        if place in contents:
+            return [part for part in contents if part.get("text") != ""]
+        return "".join(part["text"] for part in contents)
 
     def _part(self, part: object, where: str, *, can_show: bool) -> dict[str, str]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         if isinstance(part, Mapping) and kind in _KINDS:
             if not can_show:
                 raise BadRow(f"{where}: an answer has an image, and only text can be learned")
-            given = self._image(part, where) if any(part.get(name) for name in _GIVEN) else next(self._left, None)
-            if given is None:
+            image = self._image(part, where) if any(part.get(name) for name in _GIVEN) else next(self._left, None)
+            if image is None:
                 raise BadRow(f"{where} shows more images than the {len(self._listed)} of the row")
-            self.shown.append(given)
+            self.shown.append(image)
             return {"type": "image"}  # a template needs no more
         text = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else None
         if not isinstance(text, str):
@@ -86,8 +86,8 @@ class Images:
             if isinstance(message.get("content"), str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
         if rest:
-            asked = next((message for message in messages if message["role"] == "user"), messages[0])
-            asked["content"] = [{"type": "image"}] * len(rest) + asked["content"]
+            question = next((message for message in messages if message["role"] == "user"), messages[0])
+            question["content"] = [{"type": "image"}] * len(rest) + question["content"]
 
 
 # --- links to files, and copies of images without one ---

@@ -24,7 +24,7 @@ PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "probl
 def read_prompt_completion(row: Row) -> Chat | Rendered:
     """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
     said = (row.get("prompt"), row.get("completion"))
-    if row.get("system") or row.get("images") or any(isinstance(each, list | Mapping) for each in said):
+    if row.get("system") or row.get("images") or any(isinstance(value, list | Mapping) for value in said):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")
@@ -34,34 +34,34 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 def read_pair(row: Row) -> PreferenceRow:
     """Two answers: text, messages, or whole conversations or texts that begin with the prompt. Raises BadRow."""
     name = _prompt_name(row)
-    is_text = all(isinstance(row.get(each), str | None) for each in (name, *SIDES))
+    is_text = all(isinstance(row.get(column), str | None) for column in (name, *SIDES))
     if is_text and (name in INSTRUCTIONS or not row.get("system")):
-        asked: Any = text_of(row, name, required=False)
+        prompt: Any = text_of(row, name, required=False)
         sides: list[Any] = [text_of(row, side) for side in SIDES]
     else:
-        asked = chats.said_by("user", row[name], name) if row.get(name) else []
+        prompt = chats.said_by("user", row[name], name) if row.get(name) else []
         sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
-    if not asked or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
-        asked = sides[0][: _num_common(*sides)]
-        asked = asked.rstrip() or asked if isinstance(asked, str) else asked  # an answer begins with its blank
-        sides = [side[len(asked) :] for side in sides]
+    if not prompt or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
+        prompt = sides[0][: _num_common(*sides)]
+        prompt = prompt.rstrip() or prompt if isinstance(prompt, str) else prompt  # an answer begins with its blank
+        sides = [side[len(prompt) :] for side in sides]
     if not all(sides):
         raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
-    if not asked or any(_is_prompt(side[0]) for side in sides):
+    if not prompt or any(_is_prompt(side[0]) for side in sides):
         raise BadRow("chosen and rejected begin with different prompts")
-    return PreferenceRow([_answer(row, name, asked, side) for side in sides])
+    return PreferenceRow([_answer(row, name, prompt, side) for side in sides])
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
     """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in `Reading`."""
-    theirs = {ours: column for column, ours in names.items()}
-    chosen, name = theirs["chosen"], _prompt_name({ours: row.get(column) for ours, column in theirs.items()})
+    column_of = {ours: column for column, ours in names.items()}
+    chosen, name = column_of["chosen"], _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
     if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
         return [f"messages={chosen}"], "messages"
-    asked, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
-    columns = [f"{asked}={theirs[name]}"] if theirs.get(name, asked) != asked else []
+    prompt, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
+    columns = [f"{prompt}={column_of[name]}"] if column_of.get(name, prompt) != prompt else []
     return [*columns, f"{answer}={chosen}"], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
 
 
@@ -93,31 +93,31 @@ def read_rating(row: Row, threshold: float) -> PreferenceRow:
     if not isinstance(row["rating"], list):
         return read_labeled({**row, "label": rating_of(row) >= threshold})
     name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
-    found = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
-    return PreferenceRow(found, [rating_of(answer) >= threshold for answer in answers])
+    contents = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
+    return PreferenceRow(contents, [rating_of(answer) >= threshold for answer in answers])
 
 
 def rating_of(row: Row) -> float:
     """The number by which an answer is rated. Raises BadRow."""
-    found = next((row[name] for name in RATINGS if row.get(name) is not None), None)
+    value = next((row[name] for name in RATINGS if row.get(name) is not None), None)
     with contextlib.suppress(ValueError):
-        if math.isfinite(rating := float(str(found))):
+        if math.isfinite(rating := float(str(value))):
             return rating
-    raise BadRow(f"rating is {found!r}, and can be a number")
+    raise BadRow(f"rating is {value!r}, and can be a number")
 
 
 def middle_rating(rows: Sequence[Row]) -> float:
     """A threshold that about half of the answers reach whose ratings have their usual names; else 7."""
-    found = re.findall(rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)', json.dumps(rows, default=str))
-    return sorted(map(float, found))[len(found) // 2] if found else 7
+    ratings = re.findall(rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)', json.dumps(rows, default=str))
+    return sorted(map(float, ratings))[len(ratings) // 2] if ratings else 7
 
 
-def _answer(row: Row, name: str, asked: object, answer: object) -> Chat | Rendered | Fields:
+def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rendered | Fields:
     """An answer to the prompt, which is in the column `name`."""
     if name not in INSTRUCTIONS or not isinstance(answer, str):
         others = {other: row.get(other) for other in ("system", "tools")}
-        return read_prompt_completion({"prompt": asked, "completion": answer, **others})
-    instruction = text_of({name: asked}, name)
+        return read_prompt_completion({"prompt": prompt, "completion": answer, **others})
+    instruction = text_of({name: prompt}, name)
     refuse_media(instruction, name)
     context, system = (text_of(row, other, required=False) for other in ("input", "system"))
     return Fields(instruction, text_of({"answer": answer}, "answer"), context if name != "input" else "", system)
@@ -146,11 +146,11 @@ def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict
 def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
     """Pair each answer with a second document, its prompt with an earlier row's answer: for KTO's divergence."""
     starts = [int(row.learned.argmax()) for row in rows]
-    back = max(Counter(row.number for row in rows).values(), default=1)  # a row may have several answers
-    found = []
+    back = max(Counter(row.row_number for row in rows).values(), default=1)  # a row may have several answers
+    pairs = []
     for i, row in enumerate(rows):  # the row before the first is the last
         kept, taken, before = slice(starts[i]), slice(starts[i - back], None), rows[i - back]
         ids = np.concatenate([row.ids[kept], before.ids[taken]])[:context_length]
         learned = np.concatenate([row.learned[kept], before.learned[taken]])[:context_length]
-        found.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))
-    return found
+        pairs.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))
+    return pairs

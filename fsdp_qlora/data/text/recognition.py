@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from fsdp_qlora.data.content import Asked, BadRow, Chat, Row
+from fsdp_qlora.data.content import BadRow, Chat, PromptContent, Row
 from fsdp_qlora.data.text import preferences
 from fsdp_qlora.data.text.formats import ALIASES, ASKING, FORMATS, PROMPT_ALIASES, Alias
 from fsdp_qlora.utils.errors import UserError
@@ -69,7 +69,7 @@ class Reading(NamedTuple):
         return True
 
 
-class AskedFormat(NamedTuple):
+class RequestedFormat(NamedTuple):
     """The format of a dataset as the options name it.
 
     name: a key of FORMATS, or "auto" for the first that fits. renames: of `parse_columns`.
@@ -88,11 +88,11 @@ class AskedFormat(NamedTuple):
             UserError: the format is unknown, a column to rename is not there, or columns that it needs are missing.
         """
         self.check(columns, origin)
-        if (found := self._told(columns, first_rows)) is not None:
-            if found.dataset_format == "text" and self.name == "auto":
-                names = found.names
+        if (reading := self._told(columns, first_rows)) is not None:
+            if reading.dataset_format == "text" and self.name == "auto":
+                names = reading.names
                 _refuse_other_text([{names.get(key, key): row[key] for key in row} for row in first_rows], origin)
-            return found
+            return reading
         lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
         middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
         unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
@@ -115,7 +115,7 @@ class AskedFormat(NamedTuple):
                 f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
             )
 
-    def prompt(self, row: Row) -> tuple[str, Asked]:
+    def prompt(self, row: Row) -> tuple[str, PromptContent]:
         """The format of a row that may lack an answer, and its prompt: by the first format that its filled columns fit.
 
         Raises:
@@ -128,8 +128,8 @@ class AskedFormat(NamedTuple):
             named = {names[column]: row[column] for column in columns if column in names}
             if (recognizes := FORMATS[name].recognizes) is None or self.name == name or recognizes(named):
                 return name, FORMATS[name].prompt(named)
-        known = dict.fromkeys(column for each in FORMATS.values() for column in each.asks[-1:])
-        raise BadRow(f"no prompt in a column {', '.join((*known, *ASKING))}")
+        prompt_columns = dict.fromkeys(column for row_format in FORMATS.values() for column in row_format.asks[-1:])
+        raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
 
     def _told(self, columns: Sequence[str], rows: Sequence[Row]) -> Reading | None:
         """Find the format, or None if no format fits."""
@@ -159,14 +159,14 @@ class AskedFormat(NamedTuple):
         column alone. is_answered: whether columns of the answer are needed, too.
         """
         renames = self.renames
-        given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+        renamed = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
         shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
         for name, alias in (*shapes, *aliases):
-            if self.name not in ("auto", name) or not alias.keys() <= set(given.values()):
+            if self.name not in ("auto", name) or not alias.keys() <= set(renamed.values()):
                 continue
-            if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
+            if alias and name == "text" and len(renamed) > 1:  # an answer, whose question may be called otherwise
                 continue
-            ours = {column: alias.get(named, named) for column, named in given.items()}
+            ours = {column: alias.get(named, named) for column, named in renamed.items()}
             if wanted := FORMATS[name].renames(ours.values(), is_answered=is_answered):
                 yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
 
@@ -179,17 +179,17 @@ def _prompt_formats(
 
     Formats for which the row has an answer, too, come first: so it is asked what it is trained on.
     """
-    asked = AskedFormat(name, dict(renames))
-    answered = [found for found in asked._fitting(columns, ()) if found[0] != "text"]
-    fitting = [*answered, *asked._fitting(columns, PROMPT_ALIASES, is_answered=False)]
-    return [found for found in fitting if FORMATS[found[0]].asks]
+    requested = RequestedFormat(name, dict(renames))
+    answered = [fit for fit in requested._fitting(columns, ()) if fit[0] != "text"]
+    fitting = [*answered, *requested._fitting(columns, PROMPT_ALIASES, is_answered=False)]
+    return [fit for fit in fitting if FORMATS[fit[0]].asks]
 
 
 def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "auto") -> bool:
     """Whether most of the rows can be used with these options."""
-    asked = AskedFormat(dataset_format, parse_columns(columns))
-    found = asked._told(list(dict.fromkeys(itertools.chain(*rows))), rows)
-    return found is not None and sum(map(found.can_use, rows)) > len(rows) / 2
+    requested = RequestedFormat(dataset_format, parse_columns(columns))
+    reading = requested._told(list(dict.fromkeys(itertools.chain(*rows))), rows)
+    return reading is not None and sum(map(reading.can_use, rows)) > len(rows) / 2
 
 
 def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
@@ -200,7 +200,7 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
             f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
             f"answers without them. Give whole conversations, or the trees; {anyway}."
         )
-    marked = [found for row in rows if (found := _MARKUP.search(str(row.get("text"))))]
+    marked = [markup for row in rows if (markup := _MARKUP.search(str(row.get("text"))))]
     if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
         raise UserError(
             f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions would be learned "
@@ -212,16 +212,16 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
     """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE."""
     renames: dict[str, str] = {}
     for item in columns:
-        ours, equals, theirs = item.partition("=")
-        if not (ours and equals and theirs):
+        format_name, equals, column = item.partition("=")
+        if not (format_name and equals and column):
             raise UserError(
                 f"columns: {item!r} does not say which column is which. Write the format's name first, then the "
                 "dataset's: instruction=task."
             )
-        if theirs in renames or (ours in renames.values() and ours != IGNORE):
-            name = theirs if theirs in renames else ours
+        if column in renames or (format_name in renames.values() and format_name != IGNORE):
+            name = column if column in renames else format_name
             raise UserError(f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once.")
-        renames[theirs] = ours
+        renames[column] = format_name
     return renames
 
 
@@ -247,8 +247,8 @@ _SEEM = {
 
 def advise(rows: Sequence[Row], works: Callable[[Sequence[str]], bool]) -> str:
     """Advise on rows of no known format: --columns with which it `works`, or else what they seem to be."""
-    if found := next(filter(works, _candidates(rows)), None):
-        return f"Say which column is which, such as --columns {shlex.join(found)}"
+    if columns := next(filter(works, _candidates(rows)), None):
+        return f"Say which column is which, such as --columns {shlex.join(columns)}"
     row = json.dumps(rows[0], ensure_ascii=False, default=str)
     seems = next(what for pattern, what in _SEEM.items() if re.search(pattern, row, re.I))
     return f"The rows seem to be {seems}. The first: {row[:_SHOWN]}{'...' if len(row) > _SHOWN else ''}"
@@ -259,11 +259,11 @@ def _candidates(rows: Sequence[Row]) -> Iterator[list[str]]:
     yield from ([f"messages={name}"] for name, value in rows[0].items() if isinstance(value, list))
     columns = {name: [str(row[name]) for row in rows if isinstance(row.get(name), str)] for name in rows[0]}
     lengths = {name: sum(map(len, texts)) / len(rows) for name, texts in columns.items() if any(texts)}
-    asked = next(filter(_ASKS.search, lengths), None)
-    if asked is not None:
-        behind = [name for name in lengths if name != asked and _ANSWERS.search(name)]
-        behind += [name for name in [*lengths][[*lengths].index(asked) + 1 :] if lengths[name] >= _LONG]
-        yield from ([f"instruction={asked}", f"output={name}"] for name in behind[:1])
+    question = next(filter(_ASKS.search, lengths), None)
+    if question is not None:
+        behind = [name for name in lengths if name != question and _ANSWERS.search(name)]
+        behind += [name for name in [*lengths][[*lengths].index(question) + 1 :] if lengths[name] >= _LONG]
+        yield from ([f"instruction={question}", f"output={name}"] for name in behind[:1])
     elif lengths:
         text, *others = sorted(lengths, key=lambda name: -lengths[name])
         if len(columns) == 1 or lengths[text] > max([_DOCUMENT, *(5 * lengths[name] for name in others)]):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.content import Asked, BadRow, Chat, Content, Fields, Image, PreferenceRow, Rendered, Row, Segment
+from fsdp_qlora.data.content import BadRow, Chat, Content, Fields, PreferenceRow, PromptContent, Rendered, Row, Segment
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
@@ -43,12 +43,8 @@ class Renderer:
         workers: Sequence[TemplateWorker],
         image_processor: ImageProcessor | None = None,
     ) -> None:
-        self._is_chat, self._learn, self._workers, self._image_processor = (
-            chosen.is_chat,
-            learn,
-            workers,
-            image_processor,
-        )
+        self._is_chat, self._learn = chosen.is_chat, learn
+        self._workers, self._image_processor = workers, image_processor
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
@@ -68,14 +64,14 @@ class Renderer:
             raise BadRow("nothing to learn")
         return rendered
 
-    def prompt(self, asked: Asked, worker: TemplateWorker | None = None) -> Rendered:
+    def prompt(self, content: PromptContent, worker: TemplateWorker | None = None) -> Rendered:
         """The text in front of an answer. Raises BadRow or UserError as `render` does."""
-        if isinstance(asked, Fields):
-            asked = as_chat(asked) if self._is_chat else Rendered(self._prompt.fill(asked)[:-1], "template")
-        if isinstance(asked, Chat):
-            text = self._chat_template.text(asked, worker or self._workers[0], add_generation_prompt=True)
-            asked = Rendered([Segment(text, learned=False)], "chat")
-        return asked
+        if isinstance(content, Fields):
+            content = as_chat(content) if self._is_chat else Rendered(self._prompt.fill(content)[:-1], "template")
+        if isinstance(content, Chat):
+            text = self._chat_template.text(content, worker or self._workers[0], add_generation_prompt=True)
+            content = Rendered([Segment(text, learned=False)], "chat")
+        return content
 
     def after_answer(self) -> str:
         """The text that follows the answer to an instruction."""
@@ -97,7 +93,7 @@ class Renderer:
                 raise BadRow("images: only text can be trained on with this model")
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
-            shown = self._shown(rows, content.images) if content.images else [Rendered(each, "chat") for each in rows]
+            shown = self._shown(rows, content) if content.images else [Rendered(row, "chat") for row in rows]
             return [dataclasses.replace(shown[0], notes=notes), *shown[1:]]
         if isinstance(content, PreferenceRow):
             if any(isinstance(answer, Chat) and answer.images for answer in content.answers):
@@ -110,13 +106,13 @@ class Renderer:
         row = content if isinstance(content, Rendered) else Rendered(content)
         return [dataclasses.replace(row, segments=self._relearn(row.segments))]
 
-    def _shown(self, rows: Sequence[Sequence[Segment]], images: Sequence[Image]) -> list[Rendered]:
+    def _shown(self, rows: Sequence[Sequence[Segment]], chat: Chat) -> list[Rendered]:
         """The texts of a chat with the tokens of its images."""
         assert self._image_processor is not None
-        names, pixels = zip(*map(keep, images), strict=True)
+        names, pixels = zip(*map(keep, chat.images), strict=True)
         expanded = [self._image_processor.expand(row, pixels) for row in rows]
-        if (most := max(number for _, number, _ in expanded)) < len(images):
-            raise BadRow(f"the chat template shows {most} of the row's {len(images)} images")
+        if (most := max(count for _, count, _ in expanded)) < len(chat.images):
+            raise BadRow(f"the chat template shows {most} of the row's {len(chat.images)} images")
         ids = self._image_processor.image_ids
         return [Rendered(segments, "chat", (), (), None, (), names[:n], size, ids) for segments, n, size in expanded]
 

@@ -34,13 +34,13 @@ class PromptTemplate:
         turns = [(*turn, "") for turn in fields.history] + [(fields.instruction, fields.response, fields.context)]
         system = fields.system or (self.system_with_context if fields.context else self.system_without_context)
         segments: list[Segment] = []
-        for number, (instruction, response, context) in enumerate(turns, start=1):
+        for turn_number, (instruction, response, context) in enumerate(turns, start=1):
             template = self.with_context if context else self.without_context
             values = {"instruction": instruction, "context": context, "response": response, "system": system}
-            before, after = self._split(template, values, is_first=number == 1)
+            before, after = self._split(template, values, is_first=turn_number == 1)
             segments += [
                 Segment(before, learned=False),
-                Segment(response + after, learned=True, ends=number < len(turns)),
+                Segment(response + after, learned=True, ends=turn_number < len(turns)),
             ]
         return segments
 
@@ -152,8 +152,8 @@ def _parse_template(text: str, name: str) -> ChosenTemplate:
         unknown = [word for word in _PLACEHOLDER.findall(variant) if word not in PLACEHOLDERS]
         if unknown or "instruction" not in names:
             wrong = f"{{{unknown[0]}}} is not known" if unknown else "it has no {instruction}"
-            known = ", ".join(f"{{{word}}}" for word in PLACEHOLDERS)
-            raise UserError(f"prompt_template {name}: {wrong}. Known: {known}.")
+            placeholders = ", ".join(f"{{{word}}}" for word in PLACEHOLDERS)
+            raise UserError(f"prompt_template {name}: {wrong}. Known: {placeholders}.")
     first, last = (
         _PLACEHOLDER.sub(lambda word: f"{{{PLACEHOLDERS[word[1]]}}}", part)
         for part in (variants[0].removesuffix("\n"), variants[-1].removesuffix("\n"))

@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fsdp_qlora.data.content import Asked, asked_text
+from fsdp_qlora.data.content import PromptContent, prompt_text
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.model.architecture.precision import Precision
@@ -200,7 +200,7 @@ class Samples:
     """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
 
     def __init__(
-        self, questions: Sequence[Asked], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
+        self, questions: Sequence[PromptContent], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
     ) -> None:
         self._questions, self._generator = questions, generator
         self._prompts = [prompt_format.ids(asked) for asked in questions]
@@ -220,7 +220,7 @@ class Samples:
             own |= self._generator.generate({n: self._prompts[n] for n in mine[index : index + 1]}, beat=beat)
         said = gather_completions(own, ranks.device)
         records = [
-            {"step": step, "prompt": asked_text(asked), "text": self._generator.stops.text_of(completion.token_ids)}
+            {"step": step, "prompt": prompt_text(asked), "text": self._generator.stops.text_of(completion.token_ids)}
             for asked, completion in zip(self._questions, said, strict=True)
         ]
         if ranks.is_rank_0:

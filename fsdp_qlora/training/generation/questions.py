@@ -8,15 +8,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.batches.tokenization import encode_prompt
-from fsdp_qlora.data.content import Asked, BadRow, Chat, Fields, Rendered, Segment, asked_text, texts_of
+from fsdp_qlora.data.content import BadRow, Chat, Fields, PromptContent, Rendered, Segment, prompt_text, texts_of
 from fsdp_qlora.data.text.chat_template import TemplateWorker
 from fsdp_qlora.data.text.formats import FORMATS
-from fsdp_qlora.data.text.recognition import AskedFormat
+from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, TEXT, Renderer, prompt_record, recorded_template
 from fsdp_qlora.data.text.templates import TEMPLATES, find_template
 from fsdp_qlora.utils.errors import UserError
 
-_AS_INSTRUCTION = AskedFormat(renames={"prompt": "instruction"})
+_AS_INSTRUCTION = RequestedFormat(renames={"prompt": "instruction"})
 
 
 class PromptFormat:
@@ -43,7 +43,7 @@ class PromptFormat:
         """Whether a prompt begins with earlier questions and answers."""
         return bool(self._kind == CHAT)
 
-    def ids(self, asked: Asked) -> list[int]:
+    def ids(self, asked: PromptContent) -> list[int]:
         """The token ids before the answer.
 
         Raises:
@@ -59,14 +59,14 @@ class PromptFormat:
         self._worker.close()
 
 
-def _of_kind(asked: Asked, kind: str) -> Asked:
+def _of_kind(asked: PromptContent, kind: str) -> PromptContent:
     """The question in the form of the rows that a model was trained on, whatever form it was given in."""
     if kind == TEXT and isinstance(asked, Fields | Chat):
         texts = [asked.system, asked.instruction, asked.context] if isinstance(asked, Fields) else _texts(asked)
         return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
     if kind == TEMPLATE and isinstance(asked, Chat):
-        return Fields(asked_text(asked), "", system="".join(_texts(asked, "system")))
-    return Fields(asked_text(asked), "") if kind != TEXT and isinstance(asked, Rendered) else asked
+        return Fields(prompt_text(asked), "", system="".join(_texts(asked, "system")))
+    return Fields(prompt_text(asked), "") if kind != TEXT and isinstance(asked, Rendered) else asked
 
 
 def _texts(chat: Chat, role: str = "") -> list[str]:
@@ -95,7 +95,7 @@ def _has_context(row: Mapping[str, Any]) -> bool:
     }
 
 
-def read_questions(path: Path) -> list[tuple[dict[str, Any], Asked]]:
+def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
     """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a prompt in each line.
 
     Returns:
@@ -116,7 +116,8 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Asked]]:
             row = {"prompt": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
                 raise BadRow("not an object or a text")
-            found.append((row, _AS_INSTRUCTION.prompt(row)[1] if _has_context(row) else AskedFormat().prompt(row)[1]))
+            requested = _AS_INSTRUCTION if _has_context(row) else RequestedFormat()
+            found.append((row, requested.prompt(row)[1]))
         except BadRow as reason:
             raise UserError(f"{path}:{number} has no question that can be asked: {reason}.") from reason
         except (ValueError, RecursionError) as error:

@@ -89,7 +89,7 @@ class Rollouts:
                 step=step + 1,
                 version=step,
                 row=numbers[place],
-                prompt=prompt.asked,
+                prompt=prompt.content,
                 text=self.text_of(made.token_ids),
                 completion=made,
                 reward=sums[place],
@@ -116,11 +116,11 @@ class Rollouts:
         prompts, said = [prompt for prompt, _ in given], [completion.token_ids for _, completion in given]
         texts: list[Any] = list(map(self.text_of, said))
         for place, prompt in enumerate(prompts):
-            if not isinstance(prompt.asked, str):
+            if not isinstance(prompt.content, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return {**columns, "prompts": [each.asked for each in prompts], "completions": texts, "completion_ids": said}
+        return {**columns, "prompts": [each.content for each in prompts], "completions": texts, "completion_ids": said}
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
