@@ -75,7 +75,7 @@ def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(reference: Referen
     run(options, tmp_path / "logs1", ANY, ranks=1, fault=partial(at_step, 11, KILLED))
     output = run(options, tmp_path / "logs4", ranks=4)
     assert "Resuming at step 9 from" in output
-    assert "The global batch stays at the 4 rows" in output and "is 1 micro-batches per step" in output
+    assert "The global batch stays at the 4 rows" in output and "are 1 micro-batches per step" in output
     expected, found = numbers(reference.output_dir), numbers(tmp_path / "out")
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):

@@ -47,7 +47,7 @@ except UserError as error:
 if status is not None:
     sys.exit(status)
 rank = os.environ.get("RANK", "0")
-name = "".join(config.wandb).partition("=")[2]
+name = "".join(word for word in config.log_to if "=" in word).partition("=")[2]
 line = f"worker {rank} of {os.environ.get('WORLD_SIZE', '1')} pid {os.getpid()} name {name}"
 os.write(1, (line + chr(10)).encode())
 if name == "fail" and rank == "1":
