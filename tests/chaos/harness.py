@@ -61,11 +61,11 @@ def at_step(step: int, happens: Fault, *ranks: int, during: str = "train_step") 
 
     original = getattr(Trainer, during)
 
-    def wrapped(self: Trainer, *args: object) -> object:
+    def wrapped(self: Trainer, *args: object, **named: object) -> object:
         now = args[0] if isinstance(args[0], int) else getattr(args[0], "step", self.heartbeat.step)
         if now == step and on(*ranks):
             happens()
-        return original(self, *args)
+        return original(self, *args, **named)
 
     setattr(Trainer, during, wrapped)
 
