@@ -137,8 +137,13 @@ class DatasetPipeline:
         self._reading: Reading | None = None  # known from the first rows on
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
-        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
+        """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there.
+
+        A run that learns from its own completions gets `prompts` instead, which are not cached.
+        """
         source = self.source
+        if self.options.text.makes_rows:
+            return self._tokenize(source, source.entries(self.samples))
 
         def make() -> tuple[TokenizedRows, DataReport]:
             made = self._tokenize(source, source.entries(self.samples, used=self.used), show_progress=True)
@@ -208,10 +213,11 @@ class DatasetPipeline:
         """Tokenize entries in batches, so that few rows are in memory as text."""
         pieces, lengths = [NO_ROWS], [0]
         report, left = DataReport(source.origin), iter(entries)
+        tokenize = self._collect_prompts if self.options.text.makes_rows else self._tokenize_batch
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
             while batch := list(islice(left, sources.ROWS_PER_BATCH)):
                 if rows := self._rows(batch, source, report):
-                    piece, of_rows = self._tokenize_batch(rows, source.origin, report)
+                    piece, of_rows = tokenize(rows, source.origin, report)
                     pieces.append(piece)
                     lengths += of_rows
                 bar.update(len(batch))
@@ -272,39 +278,14 @@ class DatasetPipeline:
                 report.reject(row_number, str(reason))
         return named
 
-
-def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
-    """Refuse rows that the objective cannot learn from. Raises UserError."""
-    kind, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
-    if kind == wanted:
-        return
-    if wanted != TEXTS:
-        raise UserError(
-            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these rows have none in "
-            "columns of known names. Other names are given with --columns."
-        )
-    alone = ""
-    if "chosen" in reading.names.values():
-        columns, text_format = preferences.chosen_alone(first_rows[0], reading.names)
-        if reads(first_rows, columns, text_format):
-            options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
-            alone = f"; or train on the chosen answers alone, with {options_alone}"
-    say = f"Say how to learn from them, such as --objective {kind.objective}"
-    raise UserError(f"{origin}: these rows are {kind.described}. {say}{alone}.")
-
-
-class PromptPipeline(DatasetPipeline):
-    """Collects the prompts of a dataset, whose rows may lack answers, each with all columns."""
-
-    def all_rows(self) -> tuple[TokenizedRows, DataReport]:
-        return self._tokenize(self.source, self.source.entries(self.samples))
-
-    def _tokenize_batch(
+    def _collect_prompts(
         self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
-        if not self._columns:
-            self.requested.check(list(dict.fromkeys(column for _, row, _ in rows for column in row)), origin)
+        """Add prompts, each with all columns, to `prompts`; return their tokens, and with a completion their number."""
+        is_first = not self._columns
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
+        if is_first:
+            self.requested.check(list(self._columns), origin)
         renderers: dict[str, Renderer] = {}
 
         def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, Rendered]:
@@ -342,6 +323,26 @@ class PromptPipeline(DatasetPipeline):
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
+    """Refuse rows that the objective cannot learn from. Raises UserError."""
+    kind, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
+    if kind == wanted:
+        return
+    if wanted != TEXTS:
+        raise UserError(
+            f"{origin}: --objective {options.objective} learns from {wanted.described}, and these rows have none in "
+            "columns of known names. Other names are given with --columns."
+        )
+    alone = ""
+    if "chosen" in reading.names.values():
+        columns, text_format = preferences.chosen_alone(first_rows[0], reading.names)
+        if reads(first_rows, columns, text_format):
+            options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
+            alone = f"; or train on the chosen answers alone, with {options_alone}"
+    say = f"Say how to learn from them, such as --objective {kind.objective}"
+    raise UserError(f"{origin}: these rows are {kind.described}. {say}{alone}.")
 
 
 def _shown(content: PromptContent, rendered: Rendered) -> Any:

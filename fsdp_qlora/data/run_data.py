@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
 from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.batches.streaming import RowStream
-from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, PromptPipeline, check_report
+from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, check_report
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
 from fsdp_qlora.data.sources.source import Source
@@ -213,7 +214,7 @@ def _choose_context_length(
         with _opened(tokenizer, one, source) as pipeline:
             reports.append(pipeline.measured())
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
-    chosen = tokenization.context_for(needed, longest)
+    chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
     used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
     which = f"the first {used:,}" if options.streaming else f"{used:,} of {total:,}" if used < total else f"{used:,}"
     log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
@@ -241,7 +242,7 @@ def _prepare_each(
     vocab_size: int,
     known_sources: Mapping[str, Source] = {},
 ) -> list[Prepared]:
-    """The rows of each dataset, and what became of them. found: the sources that are known."""
+    """The rows of each dataset, and what became of them."""
     prepared, samples = [], options.dataset_samples
     for dataset in datasets:
         one = dataclasses.replace(options, dataset=(dataset,))
@@ -293,11 +294,10 @@ def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, sourc
 @contextlib.contextmanager
 def _opened(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, source: Source | None
-) -> Iterator["DatasetPipeline"]:
+) -> Iterator[DatasetPipeline]:
     """The pipeline of the one `options.dataset`, with processes of its own for the chat template."""
     num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
-    kind = PromptPipeline if options.text.makes_rows else DatasetPipeline
-    pipeline = kind(tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source)
+    pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)], source)
     try:
         yield pipeline
     finally:

@@ -9,7 +9,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
-from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, TokenizedRows
 from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
@@ -149,11 +148,6 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
     )
 
 
-def context_for(needed: int, longest: int | None) -> int:
-    """--context_length auto for rows of `needed` tokens. longest: that the model supports, if known."""
-    return min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
-
-
 def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     """Raise UserError if the model has no embedding for a token."""
     ids = tokenized.input_ids
@@ -235,10 +229,6 @@ def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:
     return ids if prompt.kind in ("chat", "tokens") else ids[:-1]  # without the end token
 
 
-def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
-    return ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows)
-
-
 def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
     """Segments one by one: the first with the tokens that begin a text, the last with an end-of-sequence token."""
     eos = tokenizer.eos_token_id
@@ -283,7 +273,7 @@ _ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Ite
     **dict.fromkeys(("segments", "template"), _encode_apart),
     **dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False)),
     "chat": partial(_encode_joint, templated=True),
-    "tokens": _encode_tokens,
+    "tokens": lambda rows, _: ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows),
 }
 
 

@@ -400,10 +400,6 @@ _ARRAY = re.compile(r"\[\s*(\{|$)")
 
 def _require_object(value: object) -> Row:
     if not isinstance(value, dict):
-        raise BadRow(f"expected an object with columns, found {_kind(value)}")
+        kinds = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+        raise BadRow(f"expected an object with columns, found {kinds.get(type(value), 'a number')}")
     return value
-
-
-def _kind(value: object) -> str:
-    kinds = {list: "an array", dict: "an object", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")

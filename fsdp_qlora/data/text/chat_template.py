@@ -284,7 +284,7 @@ class Conversation:
         bodies = {} if is_last or here is None else {self.text: (here, self._in_full_chat(alone.text[there:], here))}
         bodies[alone.text] = there, alone.text[there:]
         return [
-            (text, (start, start + len(self._strip_after_end_token(body))))
+            (text, (start, start + len(body.rstrip() if self._without_end(body) else body)))
             for text, (start, body) in bodies.items()
             if body
         ]
@@ -325,9 +325,6 @@ class Conversation:
         """A text without the end token at its end; "" if there is none."""
         token = next(filter(body.rstrip().endswith, self._end_tokens), "")
         return body.rstrip().removesuffix(token) if token else ""
-
-    def _strip_after_end_token(self, body: str) -> str:
-        return body.rstrip() if self._without_end(body) else body
 
 
 def learned_rows(

@@ -59,7 +59,8 @@ class Renderer:
             BadRow: it cannot be rendered, or nothing of it is learned.
             UserError: no row can be rendered.
         """
-        rendered = [row for row in self._render(content, worker or self._workers[0]) if _learns(row)]
+        rows = self._render(content, worker or self._workers[0])
+        rendered = [row for row in rows if any(row.learned) or any(part.learned and part.text for part in row.segments)]
         if not rendered:
             raise BadRow("nothing to learn")
         return rendered
@@ -142,10 +143,6 @@ def over_workers(
     with ThreadPoolExecutor(num) as threads:
         shares = list(threads.map(lambda n: [make_one(row, workers[n]) for row in rows[n::num]], range(num)))
     return [shares[place % num][place // num] for place in range(len(rows))]
-
-
-def _learns(row: Rendered) -> bool:
-    return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
 
 
 def prompt_record(
