@@ -1,38 +1,20 @@
 """`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND` and `torchrun -m fsdp_qlora train`.
 
-A command is a module in fsdp_qlora/commands/: its options, and `run`. What it works with imports torch, and is imported
-when it runs, so that --help and wrong options answer at once.
+A command is a function in fsdp_qlora/commands/, beside one that adds its options. What it works with imports torch, and
+is imported when it runs, so that --help and wrong options answer at once.
 """
 
 import argparse
-import contextlib
 import difflib
 import errno
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, TextIO
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora import __version__
-from fsdp_qlora.commands import (
-    cache,
-    completion,
-    configs,
-    convert,
-    doctor,
-    env,
-    evaluate,
-    expand,
-    export,
-    generate,
-    gguf,
-    merge,
-    plan,
-    quantize,
-    report,
-    train,
-)
+from fsdp_qlora.commands import inference, models, plan, tools, train
 from fsdp_qlora.utils.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
 from fsdp_qlora.utils.redact import guard_output, lost_output
 from fsdp_qlora.utils.text import LineHandler, quiet_libraries
@@ -50,35 +32,35 @@ class Command(NamedTuple):
     summary: one line of `fsdp-qlora --help`.
     run: is called with the parsed options, or with the words where there is no `add_options`; it may return the exit
         status. Its docstring is the description in the command's own --help.
-    takes_training_options: `training_options` of the parsed options may hold words for `parse_train_config`.
     """
 
     summary: str
     run: Callable[[Any], int | None]
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
-    takes_training_options: bool = False
 
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options, takes_training_options=True),
-    "export": Command("export a checkpoint as an adapter", export.run, export.add_options, takes_training_options=True),
-    "merge": Command("merge an adapter into its base", merge.run, merge.add_options, takes_training_options=True),
-    "gguf": Command("write a merged model or an adapter for llama.cpp", gguf.run, gguf.add_options),
-    "generate": Command("generate text", generate.run, generate.add_options, takes_training_options=True),
+    "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options),
+    "export": Command("export a checkpoint as an adapter", models.export, models.export_options),
+    "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
+    "gguf": Command("write a merged model or an adapter for llama.cpp", models.gguf, models.gguf_options),
+    "generate": Command("generate text", inference.generate, inference.generate_options),
     "evaluate": Command(
-        "measure loss and perplexity, or lm-eval tasks", evaluate.run, evaluate.add_options, takes_training_options=True
+        "measure loss and perplexity, or lm-eval tasks", inference.evaluate, inference.evaluate_options
     ),
-    "report": Command("draw the curves of runs in one HTML file", report.run, report.add_options),
-    "quantize": Command("save a model in 4 bits", quantize.run, quantize.add_options),
-    "expand": Command("insert identity blocks to train (LLaMA Pro)", expand.run, expand.add_options),
-    "cache": Command("list and prune the cache of quantized weights", cache.run, cache.add_options),
-    "configs": Command("list the settings that come with the program", configs.run, configs.add_options),
-    "convert": Command("convert a config of another trainer", convert.run, convert.add_options),
-    "completion": Command("print a line that completes words in bash and zsh", completion.run, lambda parser: None),
-    "env": Command("print facts for a bug report", env.run, lambda parser: None),
-    "doctor": Command("check this machine before a run", doctor.run, lambda parser: None),
+    "report": Command("draw the curves of runs in one HTML file", tools.report, tools.report_options),
+    "quantize": Command("save a model in 4 bits", models.quantize, models.quantize_options),
+    "expand": Command("insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options),
+    "cache": Command("list and prune the cache of quantized weights", tools.cache, tools.cache_options),
+    "configs": Command("list the settings that come with the program", tools.configs, tools.configs_options),
+    "convert": Command("convert a config of another trainer", tools.convert_config, tools.convert_options),
+    "completion": Command("print a line that completes words in bash and zsh", tools.completion, lambda parser: None),
+    "env": Command("print facts for a bug report", tools.env, lambda parser: None),
+    "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),
 }
+# The commands whose `training_options` may hold words for `parse_train_config`.
+_TAKE_TRAINING_OPTIONS = ("plan", "export", "merge", "generate", "evaluate")
 
 
 def program() -> int:
@@ -139,19 +121,13 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
     args, others = parser.parse_known_args(spelled)
     args.words, args.training_options, args.commands = words, others, list(COMMANDS)
-    if others and not command.takes_training_options:
+    if others and name not in _TAKE_TRAINING_OPTIONS:
         raise UserError(f"Unknown option {others[0]}. See --help.")
-    with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):
-        return int(command.run(args) or 0)
-
-
-@contextlib.contextmanager
-def _logging_to(stream: TextIO) -> Iterator[None]:
-    handler = LineHandler(stream)
+    handler = LineHandler(sys.stderr if getattr(args, "json", False) else sys.stdout)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        yield
+        return int(command.run(args) or 0)
     finally:
         log.removeHandler(handler)
 

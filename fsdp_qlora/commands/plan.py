@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     planner = offers.make_planner(config, request, tokens)
     planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
     if args.json:
-        found = [offers.as_json(each) for each in planned[:3]]
-        print(json.dumps(found if searches else found[0], indent=1))
+        plans = [offers.as_json(run_plan) for run_plan in planned[:3]]
+        print(json.dumps(plans if searches else plans[0], indent=1))
     else:
         print("\n".join(offers.describe(planner, planned[0], explain=args.explain)))
         print("\n".join(offers.describe_fastest(planned) if searches else ()), end="\n" * searches)
@@ -75,16 +75,16 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
     path = Path(args.compare).expanduser() if args.compare else offers.EXAMPLE
     date, requests = offers.read_offers(path)
     planner, by_time = offers.make_planner(config, requests[0], tokens), args.sort == "time"
-    found = offers.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
-    table = json.dumps([offers.as_json(each) for each in found], indent=1) if args.json else ""
-    print(table or "\n".join(offers.describe_offers(date, found)))
-    return 0 if found[0].fits_with_margin else 1
+    runs = offers.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
+    table = json.dumps([offers.as_json(run) for run in runs], indent=1) if args.json else ""
+    print(table or "\n".join(offers.describe_offers(date, runs)))
+    return 0 if runs[0].fits_with_margin else 1
 
 
 def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
     """Whether the rows per step are asked for."""
-    asked = any(word.replace("-", "_").startswith(_ROWS_PER_STEP) for word in args.training_options)
-    return asked or config.batch_size * config.gradient_accumulation_steps > 1
+    is_given = any(word.replace("-", "_").startswith(_ROWS_PER_STEP) for word in args.training_options)
+    return is_given or config.batch_size * config.gradient_accumulation_steps > 1
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:

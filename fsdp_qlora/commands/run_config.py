@@ -29,9 +29,9 @@ def parse_train_config(
     return _take_adapter(*parse_options(argv, result, notes))
 
 
-def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str, object]) -> TrainConfig:
+def make_train_config(base: TrainConfig | str | Path | None, options: Mapping[str, object]) -> TrainConfig:
     """`options_of`, with what --adapter decides."""
-    return _take_adapter(*options_of(base, given))
+    return _take_adapter(*options_of(base, options))
 
 
 def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
@@ -47,10 +47,10 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
     """
     if not adapter.is_dir():
         raise UserError(f"--adapter {adapter}: there is no such folder.")
-    found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
+    configs = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
     own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
     words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
-    return parse_train_config(words, found[0] if found else _recorded(adapter))
+    return parse_train_config(words, configs[0] if configs else _recorded(adapter))
 
 
 def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
@@ -59,10 +59,10 @@ def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
         return parse_train_config(words)
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         return run_options(folder, words, starts_from_it=True)
-    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
+    train_type = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
     own = ["--model_name", str(folder), "--adapter", "none"]
     noted = folder / "config.yaml"
-    return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
+    return parse_train_config([*words, *train_type, *own], noted if noted.is_file() else None)
 
 
 def _recorded(adapter: Path) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def _recorded(adapter: Path) -> dict[str, Any]:
     return settings | ({"model_name": base} if base else {})
 
 
-def _take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainConfig:
     """The options with those that the adapter decides; without --adapter as they are.
 
     Args:
-        given: the options that were given.
+        named_options: those that were given.
     Raises:
         UserError: there is no usable adapter, or a given option contradicts it.
     """
@@ -101,11 +101,11 @@ def _take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     errors = [
         f"--{name} is {value_text(getattr(config, name))}, but the adapter's is {value_text(value)}: leave it out."
         for name, value in adapter.options.items()
-        if name in given and name not in _NAMES_LAYERS and getattr(config, name) != value
+        if name in named_options and name not in _NAMES_LAYERS and getattr(config, name) != value
     ]
     if errors:
         raise UserError("\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors]))
-    taken = {name: value for name, value in adapter.options.items() if name not in given}
+    taken = {name: value for name, value in adapter.options.items() if name not in named_options}
     config = dataclasses.replace(config, **taken)
     if errors := check(config):
         raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))

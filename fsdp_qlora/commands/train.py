@@ -119,18 +119,18 @@ def refuse_names(config: TrainConfig) -> None:
         hub.find_model_folder(
             config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
         )
-    asked = recognition.RequestedFormat(config.dataset_format, recognition.parse_columns(config.columns))
+    wanted = recognition.RequestedFormat(config.dataset_format, recognition.parse_columns(config.columns))
     for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
         source = sources.find_source(name, streamed=bool(config.streaming))
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
-            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=asked.used)
+            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
             if rows:
-                asked.find(columns, first, source.origin)
+                wanted.find(columns, first, source.origin)
 
 
 def _missing(config: TrainConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands.evaluate import describe
+from fsdp_qlora.commands.inference import describe
 from fsdp_qlora.utils.records import read_records
 from tests.reference import batch_loss, encode, load_base, load_decoded_base, peft_model
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows

@@ -1,0 +1,176 @@
+"""The commands that load a trained model: `generate` answers prompts, `evaluate` measures losses and lm-eval tasks."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
+from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL
+from fsdp_qlora.config.objectives import OBJECTIVES
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed.supervision.launch import relaunch_if_needed, set_torch_variables
+from fsdp_qlora.utils.errors import UserError
+
+
+def generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", help="adapter, run or model, or a name on the hub; else the base")
+    parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
+    parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
+    parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+
+
+def generate(args: argparse.Namespace) -> int | None:
+    """Generate text with a base and its adapter, in the precision and on the cards of the training: sharded, offloaded
+    as they were, one process per GPU, or on a CPU. Prompts get the format of the training. Without --prompt and
+    --prompts it is a chat. The base and how it was stored are read from the adapter's folder; every option of training
+    may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, --prompt_template and --batch_size
+    (prompts per process at a time).
+    """
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts FILE and --out FILE go together.")
+    if args.prompt is not None and args.prompts:
+        raise UserError("Give --prompt or --prompts, not both.")
+    if args.out and Path(args.out).exists():
+        raise UserError(f"--out {args.out} exists already. Give another file.")
+    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
+    return _with_model("generate", args, partial(_answer, args))
+
+
+def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
+    """Start the processes of a command, or as one of them call `use` with the model's options, ranks and folder."""
+    set_torch_variables()
+    folder = adapter_folder(args.adapter) if args.adapter else None
+    config = trained_model_options(folder, args.training_options)
+    if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
+        return status
+    from fsdp_qlora.distributed.process_group import process_group_closed
+    from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
+
+    ranks = read_ranks(config.device)
+    set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
+    with process_group_closed():
+        use(config, ranks, folder)
+    return None
+
+
+def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
+    """Load the model and answer. Called on every rank."""
+    from fsdp_qlora.data.content import Fields
+    from fsdp_qlora.run.open_model import LoadedModel, answer_file, chat
+    from fsdp_qlora.training.generation.generate import SamplingOptions
+    from fsdp_qlora.training.generation.questions import read_questions
+
+    rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
+    sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    model = LoadedModel(config, ranks, sampling, folder)
+    if args.prompts:
+        answer_file(model, rows, Path(args.out), config.batch_size)
+    elif args.prompt is not None:
+        model.stream(Fields(args.prompt, "", system=args.system), 0, sys.stdout)
+    else:
+        chat(model, args.system)
+
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.run_data import RunData
+    from fsdp_qlora.distributed.ranks import Ranks
+    from fsdp_qlora.planning.placement import PlacedModel
+
+
+def evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", help="as for generate; without it the base is measured")
+    parser.add_argument("--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS")
+    parser.add_argument(
+        "--tasks", type=lambda text: text.split(","), default=[], help="names of lm-eval's, with commas"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="the first questions of each task, this many")
+    parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def evaluate(args: argparse.Namespace) -> int | None:
+    """Measure a base, an adapter or a merged model: loss per token (in nats) and perplexity on each dataset, and tasks
+    of lm-eval. The model is loaded as `generate` does, sharded over all GPUs, and rows are read as in training. Every
+    option of training may be given too, such as --model_name, --nproc_per_node, --dataset_samples, --context_length and
+    --batch_size.
+    """
+    if not args.dataset and not args.tasks:
+        raise UserError("Give --dataset ROWS, --tasks NAMES, or both.")
+    if args.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError(f"--tasks {NEEDS_LM_EVAL}")
+    args.training_options += ["--dataset", *args.dataset] if args.dataset else []
+
+    def show(config: TrainConfig, ranks: "Ranks", folder: Path | None) -> None:
+        of_tasks = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+        results = measure(config, ranks, folder, args.dataset, args.tasks, **of_tasks)
+        if ranks.is_rank_0:
+            print(json.dumps(results, indent=2) if args.json else describe(results))
+
+    return _with_model("evaluate", args, show)
+
+
+def measure(
+    config: TrainConfig, ranks: "Ranks", folder: Path | None, datasets: list[str], tasks: list[str], **options: Any
+) -> dict[str, Any]:
+    """The loss and perplexity of each dataset, and the metrics of each task on rank 0. Called on every rank.
+
+    Args:
+        folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
+    """
+    from fsdp_qlora.data.run_data import prepare_data
+    from fsdp_qlora.data.sources.dataset_name import parse_eval_names
+    from fsdp_qlora.model.architecture.models import most_positions
+    from fsdp_qlora.planning.run_plan import Plan, data_options
+    from fsdp_qlora.planning.run_rows import make_schedule
+    from fsdp_qlora.run.load_model import build_trainer
+    from fsdp_qlora.run.open_model import load_trained
+    from fsdp_qlora.training.generation.tasks import Tasks
+
+    if OBJECTIVES[config.objective].has_reference:
+        raise UserError(f"--objective {config.objective} compares with the start of a run: see its own --eval_dataset.")
+    loaded = Tasks(tasks) if tasks else None
+    sets: dict[str, RunData] = {}
+
+    def read(placed: "PlacedModel") -> None:
+        plan = placed.model
+        vocab_size = plan.meta.model.get_input_embeddings().num_embeddings
+        for name, dataset in parse_eval_names(datasets).items():
+            own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
+            own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
+            rows_as = data_options(own, plan.folder, plan.tokenizer)
+            longest = most_positions(plan.config)
+            sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size, longest=longest)
+
+    placed, results = load_trained(config, ranks, folder, read), {}
+    for name, data in sets.items():
+        config = dataclasses.replace(config, context_length=data.context_length)
+        schedule = make_schedule(config, data, placed.layout.data_size)
+        trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks)
+        result = trainer.evaluate(0, data.train, data.train_rows) or {}
+        results[name] = {"loss": result.pop("eval_loss"), **result, "rows": len(data.train)}
+    if loaded:
+        plan, size = placed.model, config.batch_size
+        results |= loaded.measure(plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options)
+    return results
+
+
+def describe(results: dict[str, Any]) -> str:
+    """A table with a line for each name; what one of them lacks is left empty."""
+    import pandas
+
+    table = pandas.DataFrame.from_dict(results, orient="index").convert_dtypes()
+    return str(table.astype(object).fillna("").to_string(float_format="{:.5f}".format))

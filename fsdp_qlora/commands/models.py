@@ -1,0 +1,215 @@
+"""The commands that write a model or an adapter: `export`, `merge`, `gguf`, `quantize` and `expand`."""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.commands.run_config import adapter_folder, parse_train_config, run_options
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.files import refusal_named, refuse_bad_folder, staged_file, staged_folder
+from fsdp_qlora.utils.text import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
+    its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
+    small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
+    is now, and --base_name, --push_to_hub and --trust_remote_code mean what they do there.
+    """
+    source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
+    refuse_bad_folder("out", args.out)
+    parse_train_config(args.training_options)  # wrong ones are said at once
+    from fsdp_qlora.checkpoint import checkpoint
+    from fsdp_qlora.checkpoint.saving import find_checkpoint
+    from fsdp_qlora.export.model_folder import check_is_new
+    from fsdp_qlora.export.write_results import upload
+    from fsdp_qlora.run.load_model import result_form
+
+    check_is_new(out)
+    folder = find_checkpoint(source, best=args.best)
+    try:
+        state = checkpoint.verify(folder)
+    except checkpoint.DamagedCheckpoint as error:
+        raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read now: {error}.") from error
+    # The options of the run that the checkpoint belongs to, for this machine's CPU.
+    about = state["about"]
+    stored = about["options"] | {"precision": about["facts"].get("precision") or "auto"}
+    config = parse_train_config(["--device", "cpu", *args.training_options], stored)
+    form = result_form(config, _plan(config))
+    try:
+        with staged_folder(out) as partial:
+            form.save_checkpoint(folder, state, partial)
+    except (OSError, TrainingError) as error:
+        raise UserError(f"--out {out} cannot be written: {error}.") from error
+    log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
+    form.log_how_to_load(out)
+    if config.push_to_hub and (failure := upload(out, config.push_to_hub)):
+        raise UserError(failure)
+
+
+def _plan(config: TrainConfig) -> Any:
+    """The run's model without weights, from the small files of its base."""
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.planning.plan import Machine, build_plan, read_model
+
+    try:  # new blocks: the result holds the base's tensors too
+        model = read_model(config, with_weights=config.kind.trains_new_blocks)
+    except UserError as error:
+        raise UserError(f"{error} --model_name says where the run's base model is now.") from error
+    return build_plan(config, Machine.of(config, read_ranks("cpu")), *model)
+
+
+def merge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", required=True, help="folder of the adapter, or its name on the hub")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--base",
+        choices=["original", "dequantized"],
+        help="weights to merge into: those of the base's files, or the dequantized ones that the adapter was trained "
+        "on (default: original; with --verify, the better one)",
+    )
+    parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="number format; auto is the base's")
+    parser.add_argument("--verify", metavar="ROWS", help="compare both bases with the trained model: loss, divergence")
+    parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers and
+    vLLM load without PEFT. Memory holds one piece of a tensor at a time. The base and how it was quantized are read
+    from the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name
+    and --train_type.
+    """
+    refuse_bad_folder("out", args.out)
+    folder = adapter_folder(args.adapter)
+    config = run_options(folder, args.training_options)
+    import torch
+
+    from fsdp_qlora.distributed.ranks import read_ranks
+    from fsdp_qlora.export.merge import check_base, one_process, open_merge, write_merged
+    from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
+    from fsdp_qlora.export.verify import compare, read_rows
+
+    return_freed_memory()
+    out = Path(args.out)
+    check_is_new(out)
+    ranks = read_ranks(config.device)
+    planned = open_merge(folder, config)
+    if args.base or not args.verify:
+        check_base(planned, args.base or "original")
+    rows = read_rows(planned, args.verify, args.verify_rows) if args.verify else None
+    dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
+    with one_process(ranks) as mesh:
+        better = compare(planned, rows, ranks, mesh, dtype) if rows else "original"
+        write_merged(planned, planned.on(args.base or better, ranks, mesh, dtype), out)
+
+
+def gguf_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="folder of a model, such as one that `merge` wrote")
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a LoRA adapter, or its name on the hub")
+    parser.add_argument("--base", metavar="DIR", help="the adapter's base; a GGUF file needs its config.json alone")
+    parser.add_argument("--out", metavar="FILE", help="GGUF file to write")
+    parser.add_argument(
+        "--type",
+        default="f16",
+        help="f16 (the default), bf16, f32, q8_0, auto, or a type of llama-quantize such as q4_k_m",
+    )
+    parser.add_argument("--llama_cpp", metavar="DIR", help="clone of llama.cpp (default: LLAMA_CPP, then PATH)")
+    parser.add_argument("--modelfile", metavar="FILE", help="Modelfile to write, for `ollama create NAME -f FILE`")
+
+
+def gguf(args: argparse.Namespace) -> None:
+    """Write a merged model as a GGUF file with llama.cpp's own converter, convert_hf_to_gguf.py. With --adapter instead
+    of --model it is the LoRA adapter alone, by convert_lora_to_gguf.py, for a base in GGUF. --modelfile writes a
+    Modelfile for Ollama; without --out it names the folders themselves, because Ollama reads safetensors.
+    """
+    if bool(args.model) == bool(args.adapter):
+        raise UserError("Give --model DIR or --adapter DIR.")
+    if args.adapter and not args.base:
+        raise UserError("--adapter needs --base DIR: the adapter's base, or a folder with its config.json.")
+    if not args.out and not args.modelfile:
+        raise UserError("Give --out FILE, --modelfile FILE, or both.")
+    for option in ("out", "modelfile"):
+        if (name := getattr(args, option)) and Path(name).exists():
+            raise UserError(f"--{option} {name} exists already. Give another file.")
+    folder = Path(args.model) if args.model else adapter_folder(args.adapter)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder.")
+    from fsdp_qlora.export import llama_cpp
+
+    base = Path(args.base) if args.adapter else None
+    if base:
+        llama_cpp.check_adapter(folder)
+    out = Path(args.out) if args.out else folder
+    if args.out:
+        llama_cpp.write_gguf(folder, out, args.type, base=base, llama_cpp=args.llama_cpp)
+        log.info("Saved: %s (%s)", out, format_bytes(out.stat().st_size))
+    if args.modelfile:
+        text = llama_cpp.modelfile(base or out, out if base else None, folder)
+        with refusal_named("modelfile", args.modelfile), staged_file(Path(args.modelfile)) as partial:
+            partial.write_text(text, encoding="utf-8")
+        log.info("Saved: %s (use it: ollama create NAME -f %s)", args.modelfile, args.modelfile)
+
+
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder")
+    parser.add_argument("--model_name", help="the same as MODEL")
+    parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
+
+
+def _folders(args: argparse.Namespace) -> tuple[str, Path]:
+    """The model and the folder to make. Raises UserError if one is missing or cannot be a folder."""
+    model = args.model or args.model_name
+    if not model or not args.out:
+        raise UserError("Give MODEL and --out DIR. See --help.")
+    refuse_bad_folder("out", args.out)
+    return model, Path(args.out)
+
+
+def quantize_options(parser: argparse.ArgumentParser) -> None:
+    _add_folders(parser)
+    parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
+    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="scales too (default: true)")
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="run the model's code (default: false)"
+    )
+
+
+def quantize(args: argparse.Namespace) -> None:
+    """Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without a
+    GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: bitsandbytes has
+    no format for experts).
+    """
+    model, out = _folders(args)
+    from fsdp_qlora.export.quantize import quantize_model
+
+    double_quant, with_code = args.double_quant == "true", args.trust_remote_code == "true"
+    quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)
+
+
+def expand_options(parser: argparse.ArgumentParser) -> None:
+    _add_folders(parser)
+    parser.add_argument("--expansion_rate", type=float, default=0.1, help="new blocks per block (default: 0.1)")
+
+
+def expand(args: argparse.Namespace) -> None:
+    """Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024), for train types
+    bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.
+    """
+    model, out = _folders(args)
+    from fsdp_qlora.export.expand import expand_model
+
+    expand_model(model, out, expansion_rate=args.expansion_rate)

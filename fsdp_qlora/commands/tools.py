@@ -1,0 +1,118 @@
+"""Commands of a few lines, most of which need no model: report, cache, configs, convert, completion, env and doctor."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from fsdp_qlora.config import convert
+from fsdp_qlora.config.options import option_types
+from fsdp_qlora.config.text import describe_config, shipped_configs
+from fsdp_qlora.run.machine import check_machine
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import format_bytes
+
+
+def report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains")
+    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder; of several, here")
+
+
+def report(args: argparse.Namespace) -> None:
+    """Draw the curves of runs in one HTML file that needs no network: losses, learning rate, gradient norm, speed,
+    memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. Several
+    runs are drawn over each other. A run writes its own at its end.
+    """
+    from fsdp_qlora.observability.report import REPORT_FILE, write_report
+
+    folders = [Path(folder) for folder in args.runs]
+    out = Path(args.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))
+    write_report(folders, out)
+    print(out)
+
+
+def cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="show the entries and their sizes (the default)")
+    parser.add_argument("--json", action="store_true", help="show them for programs")
+    parser.add_argument("--prune", nargs="+", metavar="KEY", help="remove entries: their keys, or all")
+    parser.add_argument("--quant_cache", metavar="DIR", default="auto", help="the cache's folder, as in training")
+
+
+def cache(args: argparse.Namespace) -> None:
+    """List and prune what --quant_cache of training keeps."""
+    from fsdp_qlora.sharding.loading.quant_cache import cache_root, list_entries, prune
+
+    root = cache_root(args.quant_cache)
+    if root is None:
+        raise UserError("--quant_cache off has nothing to list or prune. Give its folder, or leave it out.")
+    if args.prune:
+        prune(root, args.prune)
+        return
+    entries = list_entries(root)
+    if args.json:
+        print(json.dumps({"folder": str(root), "entries": entries}, indent=2))
+        return
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
+        label = entry["model"] if entry["state"] == "complete" else entry["state"]
+        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {label}")
+    print(f"{root}: {len(entries)} entries, {format_bytes(sum(entry['bytes'] for entry in entries))}")
+
+
+def configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print these settings")
+
+
+def configs(args: argparse.Namespace) -> None:
+    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are
+    printed, to be kept in a file and changed.
+    """
+    paths = shipped_configs()
+    if args.name is None:
+        for name, path in paths.items():
+            print(f"{name:20}{describe_config(path)}")
+    elif args.name in paths:
+        print(paths[args.name].read_text(encoding="utf-8"), end="")
+    else:
+        raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(paths)}.")
+
+
+def convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="THEIRS.yaml", help="config of axolotl, LLaMA-Factory, TRL or torchtune")
+
+
+def convert_config(args: argparse.Namespace) -> None:
+    """Print the config of another trainer as a file for --config. Options without an equivalent become comments, with a
+    reason. fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
+    """
+    print(convert.convert(Path(args.config).expanduser()), end="")
+
+
+def completion(args: argparse.Namespace) -> None:
+    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit; bashcompinit` first."""
+    words = " ".join([*args.commands, *(f"--{name}" for name in option_types())])
+    print(f'complete -o default -W "{words}" fsdp-qlora')
+
+
+def env(args: argparse.Namespace) -> None:
+    """Print facts for a bug report: versions, the environment variables that change a run, and the machine, GPUs and
+    driver as torch.utils.collect_env has them. Values of secret variables, tokens and passwords in addresses are left
+    out.
+    """
+    from fsdp_qlora.utils.environment import describe_machine, variables, versions
+
+    for name, text in (versions() | variables()).items():
+        print(f"{name}: {text}")
+    print(describe_machine())
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Check this machine before a run, one line per check: ok, or FIX and what to do. The checks are the GPUs and their
+    kernels, what two ranks send each other (with NCCL on GPUs, else with gloo), memory, disk and logins. A check takes
+    two minutes at most; all run without a GPU too. The exit status is 1 if something must be fixed. `env` prints facts.
+    """
+    is_all_fine = True
+    for name, sentence, is_fine in check_machine():
+        print(f"{'ok' if is_fine else 'FIX':4}  {name:14}  {sentence}", flush=True)
+        is_all_fine &= is_fine
+    return 0 if is_all_fine else 1
