@@ -74,7 +74,17 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
         run(chosen)
     else:
         _run_workers(chosen)
-    return read_result(Path(chosen.output_dir), is_preview=chosen.is_preview)
+    output_dir = Path(chosen.output_dir)
+    if chosen.is_preview:
+        return TrainResult(output_dir, "planned", 0, [], {})
+    status, records = read_json(output_dir / STATUS), read_records(output_dir / METRICS_FILE)
+    return TrainResult(
+        output_dir,
+        state=status.get("state", "finished"),
+        steps=status.get("step", 0),
+        losses=[record["loss"] for record in records if "loss" in record],
+        eval_losses={record["step"]: record["eval_loss"] for record in records if "eval_loss" in record},
+    )
 
 
 def _in_file(rows: Any) -> Any:
@@ -95,20 +105,6 @@ def _in_file(rows: Any) -> Any:
     with staged_file(path) as partial:
         partial.write_text(text)
     return str(path.resolve())
-
-
-def read_result(output_dir: Path, *, is_preview: bool = False) -> TrainResult:
-    """The result of the run in a folder."""
-    if is_preview:
-        return TrainResult(output_dir, "planned", 0, [], {})
-    status, records = read_json(output_dir / STATUS), read_records(output_dir / METRICS_FILE)
-    return TrainResult(
-        output_dir,
-        state=status.get("state", "finished"),
-        steps=status.get("step", 0),
-        losses=[record["loss"] for record in records if "loss" in record],
-        eval_losses={record["step"]: record["eval_loss"] for record in records if "eval_loss" in record},
-    )
 
 
 def _run_workers(config: TrainConfig) -> None:
@@ -134,10 +130,10 @@ def _signals_as_before() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # torch leaves them alone there
         yield
         return
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    before = {signal_number: signal.getsignal(signal_number) for signal_number in signal.valid_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for signal_number, handler in before.items():
+            if handler is not None and signal.getsignal(signal_number) is not handler:
+                signal.signal(signal_number, handler)

@@ -24,8 +24,8 @@ from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, opt
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES, Advice, Setting, advise, translate
 from fsdp_qlora.config.text import (
     find_config,
-    number,
     option_help,
+    parse_number,
     read_options,
     resolved_options,
     shipped_configs,
@@ -64,33 +64,33 @@ def parse_options(
     flags = _split(argv, errors)
     settings = _read_result(result, errors)
     paths = flags.pop("config", None)
-    given = _read_yaml(find_config(paths[0]), errors) if paths else []
+    named_options = _read_yaml(find_config(paths[0]), errors) if paths else []
     if paths is not None and len(paths) != 1:
         errors.append(f"--config: expected one file, got {len(paths)}.")
     for name, values in flags.items():
         if name not in _KNOWN:
             errors.append(f"Unknown option --{name}{_advice(name, _AS_FLAG, ''.join(values[:1]))}")
         elif words := values or ["true"] * (name in OLDER or _is_switch(name)):
-            given.append(Setting(f"--{name}", name, words))
+            named_options.append(Setting(f"--{name}", name, words))
         else:
             errors.append(f"--{name}: expected a value.")
-    settings += translate(given, errors, [] if notes is None else notes)
+    settings += translate(named_options, errors, [] if notes is None else notes)
     converted = _convert(settings, errors)
     return _checked(TrainConfig(**converted), errors), converted.keys()
 
 
 def options_of(
-    base: TrainConfig | str | Path | None, given: Mapping[str, object]
+    base: TrainConfig | str | Path | None, options: Mapping[str, object]
 ) -> tuple[TrainConfig, Collection[str]]:
     """Read the options of a run from Python values, by the rules and with the messages of the command line.
 
     Args:
-        base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
+        base: options that those in `options` replace: a YAML file, a name of `shipped_configs`, or made before.
     Raises: as `parse_options`.
     """
-    others = {name: str(value) for name, value in given.items() if name not in _KNOWN}
+    others = {name: str(value) for name, value in options.items() if name not in _KNOWN}
     errors = [f"Unknown option {name}{_advice(name, _AS_KEYWORD, value)}" for name, value in others.items()]
-    settings = settings_of(given)
+    settings = settings_of(options)
     if isinstance(base, (str, Path)):
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
     converted = _convert(translate(settings, errors, []), errors)
@@ -134,7 +134,7 @@ def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]
 
 
 def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
-    # What is not known, or was not understood, may be what another option needs.
+    # An option that is not known, or was not understood, may be what another one needs.
     errors = [*errors, *out_of_range(config)] if errors else check(config)
     if len(errors) == 1:
         raise UserError(errors[0])
@@ -145,13 +145,13 @@ def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
 
 def _convert(settings: Iterable[Setting], errors: list[str]) -> dict[str, Any]:
     """Name -> value, a later setting of a name replacing an earlier one; adds to `errors`."""
-    given: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for where, name, values in settings:
         try:
-            given[name] = _parse(values, _HINTS[name])
+            converted[name] = _parse(values, _HINTS[name])
         except ValueError as error:
             errors.append(f"{where}: {error}.")
-    return given
+    return converted
 
 
 # --- text -> value ---
@@ -176,7 +176,7 @@ def _parse_one(text: str, hint: Any) -> object:
         return _choice(text, get_args(hint))
     if hint is bool:
         return switch(text)
-    return text if hint is str else number(hint, text)
+    return text if hint is str else parse_number(hint, text)
 
 
 def _one_of_types(text: str, hint: Any) -> object:
@@ -192,8 +192,8 @@ def _one_of_types(text: str, hint: Any) -> object:
 
 
 def _choice(text: str, choices: tuple[str, ...]) -> str:
-    known = {choice.lower(): choice for choice in choices}
-    if choice := known.get(text.lower().replace("-", "_")):
+    choice_of = {choice.lower(): choice for choice in choices}
+    if choice := choice_of.get(text.lower().replace("-", "_")):
         return choice
     if f"{text.partition('=')[0]}=" in choices:  # a setting, whose value is free
         return text
@@ -213,14 +213,14 @@ def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
     """
     if (turned_off := name.removeprefix("no_")) != name and _is_switch(turned_off):
         return f"; give {forms[1].format(turned_off, 'false')}."
-    if not (found := advise(name, value)):
+    if not (advice := advise(name, value)):
         close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
         if not close:
             return "."
-        found = advise(close[0], value) or Advice(close[0])
-    if found.reason:
-        return f": {found.reason}."
-    return f"; did you mean {forms[bool(found.value)].format(found.option, found.value)}?"
+        advice = advise(close[0], value) or Advice(close[0])
+    if advice.reason:
+        return f": {advice.reason}."
+    return f"; did you mean {forms[bool(advice.value)].format(advice.option, advice.value)}?"
 
 
 def _is_switch(name: str) -> bool:
@@ -325,12 +325,12 @@ def _split(argv: Iterable[str], errors: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-def _print_help(asked: str) -> None:
-    """Print the options on rank 0. asked: the group whose options are shown; all if there is none of this name."""
+def _print_help(group: str) -> None:
+    """Print the options on rank 0. group: the one whose options are shown; all if there is none of this name."""
     groups = option_help()
     lines = [_DESCRIPTION % ", ".join(groups)]
     width = min(shutil.get_terminal_size().columns, 120)
-    for heading in [heading for heading in groups if heading == asked] or groups:
+    for heading in [heading for heading in groups if heading == group] or groups:
         lines.append(f"{heading}:")
         for name, text in groups[heading].items():
             described = f"{text} (default: {value_text(getattr(DEFAULTS, name))})"

@@ -36,31 +36,26 @@ def _changed(config: TrainConfig, *names: str) -> list[str]:
 
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    given = _changed(c, "allow_unquantized")
+    options = _changed(c, "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
-        given.append("quant_cache")
-    if given and kind.quantizer is None:
-        yield f"--train_type {c.train_type} does not quantize: leave out {_flags(given)}, or use --train_type qlora."
+        options.append("quant_cache")
+    if options and kind.quantizer is None:
+        yield f"--train_type {c.train_type} does not quantize: leave out {_flags(options)}, or use --train_type qlora."
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
-        given = _changed(c, *names_marked(of_quantizer(quantizer)))
-        if given and kind.quantizer != quantizer:
+        options = _changed(c, *names_marked(of_quantizer(quantizer)))
+        if options and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
-            yield f"--train_type {c.train_type} does not take {_flags(given)}, which is for {', '.join(takers)}."
+            yield f"--train_type {c.train_type} does not take {_flags(options)}, which is for {', '.join(takers)}."
     package = PACKAGES.get(kind.quantizer or "")
     if package and importlib.util.find_spec(package) is None:
         yield f"--train_type {c.train_type} needs the package {package}: pip install {package}."
 
 
-def _model_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.context_parallel_size != 1 and c.batching == "padded":
-        yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
-
-
 def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    given = _changed(c, *names_marked(OF_ADAPTER))
-    if given and not kind.has_adapter:
-        yield f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora."
+    options = _changed(c, *names_marked(OF_ADAPTER))
+    if options and not kind.has_adapter:
+        yield f"--train_type {c.train_type} has no adapter: leave out {_flags(options)}, or use --train_type lora."
     if c.lora_target_parameters and c.lora_dropout:
         yield (
             f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
@@ -110,10 +105,10 @@ def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
         yield f"--lora_target_modules: {value} is neither a name nor a valid regular expression: {reason}."
 
 
-def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
+def _pattern_errors(option: str, items: tuple[str, ...], to_number: type, allowed: str) -> Iterator[str]:
     for name, value in pairs(items):
         try:
-            good = 0 < number(value) < math.inf
+            good = 0 < to_number(value) < math.inf
         except ValueError:
             good = False
         if not name or not good:
@@ -134,7 +129,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     chosen, everything = OBJECTIVES[c.objective], dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
     for name in _changed(c, *everything):  # records of runs have defaults in words
         if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
-            takers = ", ".join(each for each, other in OBJECTIVES.items() if name in other.options)
+            takers = ", ".join(objective for objective, other in OBJECTIVES.items() if name in other.options)
             yield f"--objective {c.objective} does not take --{name}, which is for {takers}."
     if c.loss_type not in ("auto", *chosen.loss_types):
         yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
@@ -172,22 +167,14 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
     if c.rollout_url and c.kind.adapter == "dora":
         yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
-    given = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
-    if given:
-        yield f"--objective {c.objective} generates its rows during training: it cannot be used with {_flags(given)}."
-
-
-def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = c.kind
-    leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not kind.has_adapter)
-    if c.optimizer.startswith("paged_") and leaves_some:
-        yield (
-            f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
-            f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."
-        )
+    refused = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
+    if refused:
+        yield f"--objective {c.objective} generates its rows during training: it cannot be used with {_flags(refused)}."
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.context_parallel_size != 1 and c.batching == "padded":
+        yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
     if c.batch_size * c.longest_row > _MOST_TOKENS:
         yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
     if c.eval_dataset and c.eval_fraction > 0:
@@ -222,6 +209,12 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
+    leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not c.kind.has_adapter)
+    if c.optimizer.startswith("paged_") and leaves_some:
+        yield (
+            f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
+            f"{'not all that trains' if c.kind.has_adapter else 'nothing'}: use adamw_8bit."
+        )
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."
     if c.profile and profiled_steps(c.profile) is None:
@@ -259,12 +252,10 @@ def _flags(names: list[str]) -> str:
 
 _RULES = (
     _text_errors,
-    _model_conflicts,
     _quantization_conflicts,
     _adapter_conflicts,
     _objective_conflicts,
     _rollout_conflicts,
-    _optimizer_conflicts,
     _data_conflicts,
     _place_errors,
     _run_conflicts,

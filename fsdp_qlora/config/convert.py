@@ -28,7 +28,7 @@ _TYPE_KEYS = (
     "adapter", "finetuning_type", "use_peft", "use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit",
     "quantization_bit",
 )  # fmt: skip
-# What has to be given: refused until it is.
+# Options that have to be given, refused until they are.
 _TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
 _OF_VALUES = (": expected", "is not a choice", " must be ")  # in a refusal of a value
 _OF_USER = "it runs code, or says what is written or sent where: give it yourself"
@@ -59,7 +59,7 @@ def convert(path: Path) -> str:
             reason = _OF_USER
         elif option and option not in taken:
             said = _refusal({option: ours})
-            # What another option must be is said of all in the end.
+            # Conflicts with other options are told of all in the end.
             reason = said.rstrip(".") if any(word in said for word in _OF_VALUES) else ""
             taken |= {} if reason else {option: ours}
         if reason:
@@ -99,17 +99,17 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _train_type(entries: Mapping[str, Any]) -> str:
-    given = {name: str(entries[name]).lower() for name in _TYPE_KEYS if name in entries}
-    bits = {"4": 4, "8": 8}.get(given.get("quantization_bit", ""), 0)
-    if "qlora" in given.values() or given.get("load_in_4bit") == "true":
+    words = {name: str(entries[name]).lower() for name in _TYPE_KEYS if name in entries}
+    bits = {"4": 4, "8": 8}.get(words.get("quantization_bit", ""), 0)
+    if "qlora" in words.values() or words.get("load_in_4bit") == "true":
         bits = 4
-    elif given.get("load_in_8bit") == "true":
+    elif words.get("load_in_8bit") == "true":
         bits = 8
     # LLaMA-Factory, whose configs have a stage, trains adapters by default, the others all weights.
-    kind = given.get("finetuning_type", "lora" if "stage" in entries else "full")
-    if bits or given.get("adapter") == "lora" or given.get("use_peft") == "true":
+    kind = words.get("finetuning_type", "lora" if "stage" in entries else "full")
+    if bits or words.get("adapter") == "lora" or words.get("use_peft") == "true":
         kind = "lora"
-    if "true" in (given.get("use_dora"), given.get("peft_use_dora")):
+    if "true" in (words.get("use_dora"), words.get("peft_use_dora")):
         kind = "dora"
     return _TRAIN_TYPES.get((kind, bits), "GIVE_ONE")
 

@@ -55,15 +55,6 @@ def between(low: int, high: int) -> Limit:
     return Limit(lambda value: low <= value <= high, f"between {low} and {high}")
 
 
-def multiple_of(unit: int) -> Limit:
-    return Limit(lambda value: value >= unit and value % unit == 0, f"a multiple of {unit}")
-
-
-def one_of_numbers(*numbers: int) -> Limit:
-    *most, last = map(str, numbers)
-    return Limit(lambda value: value in numbers, f"{', '.join(most)} or {last}")
-
-
 def one_of_names(names: Iterable[str]) -> Limit:
     choices = tuple(names)
     return Limit(lambda value: value in choices, f"one of {', '.join(choices)}", choices)

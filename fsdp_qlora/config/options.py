@@ -33,10 +33,8 @@ from fsdp_qlora.config.marks import (
     all_or_at_least_1,
     at_least,
     between,
-    multiple_of,
     of_quantizer,
     one_of_names,
-    one_of_numbers,
 )
 from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS, RowKind
 from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
@@ -74,9 +72,11 @@ class TrainConfig:
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
     double_quant: Annotated[bool, of_quantizer("bnb_4bit")] = True
     """Quantize the scales of the 4-bit blocks too, which saves about 0.4 bits per weight."""
-    n_bits: Annotated[int, one_of_numbers(8, 4, 3, 2), of_quantizer("hqq")] = 4
+    n_bits: Annotated[int, Limit(lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"), of_quantizer("hqq")] = 4
     """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
-    group_size: Annotated[int, multiple_of(32), of_quantizer("hqq")] = 64
+    group_size: Annotated[
+        int, Limit(lambda value: value >= 32 and value % 32 == 0, "a multiple of 32"), of_quantizer("hqq")
+    ] = 64
     """Number of weights that share a scale and a zero point in an HQQ base, a multiple of 32; smaller groups are more
     accurate, and each takes 32 bits."""
     int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
@@ -409,19 +409,19 @@ class TrainConfig:
         """The kind of rows that the objective learns from."""
         return OBJECTIVES[self.objective].row_kind
 
-    def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
+    def pick(self, cls: type[Group], *, prefix: str = "", **others: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.
 
         Args:
-            cls: a dataclass; each field that is not in `given` is the option of that name.
+            cls: a dataclass; each field that is not in `others` is the option of that name.
             prefix: what the options' names begin with and the fields' do not; an option without it is taken where
                 there is none with it.
         Raises:
             AttributeError: a field is no option and not given, even if it has a default.
         """
-        names = [field.name for field in fields(cls) if field.init and field.name not in given]  # type: ignore[arg-type]
-        found = {name: prefix + name if hasattr(self, prefix + name) else name for name in names}
-        return cls(**{name: getattr(self, option) for name, option in found.items()}, **given)
+        names = [field.name for field in fields(cls) if field.init and field.name not in others]  # type: ignore[arg-type]
+        option_of = {name: prefix + name if hasattr(self, prefix + name) else name for name in names}
+        return cls(**{name: getattr(self, option) for name, option in option_of.items()}, **others)
 
 
 DEFAULTS = TrainConfig()

@@ -1,6 +1,6 @@
 """Names of options that are not ours now.
 
-Those of the 2024 program and of earlier releases are read as what they mean now. Those of other trainers are answered
+Names of the 2024 program and of earlier releases are read as what they mean now. Names of other trainers are answered
 with the name here; other_programs.yaml has the rows.
 """
 
@@ -13,7 +13,7 @@ import yaml
 
 from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import DEFAULTS, option_types
-from fsdp_qlora.config.text import SWITCH, number, switch, value_text
+from fsdp_qlora.config.text import SWITCH, parse_number, switch, value_text
 from fsdp_qlora.utils.files import PUBLIC
 
 _HINTS = option_types()
@@ -49,10 +49,10 @@ class Older(NamedTuple):
     reason: str = ""
     unset: tuple[str, ...] = ("none",)
 
-    def now(self, text: str, given: Mapping[str, str] = {}) -> dict[str, str]:
+    def now(self, text: str, options: Mapping[str, str] = {}) -> dict[str, str]:
         """The options now. Raises ValueError if the older option does not have this value."""
         if self.write:
-            return value if isinstance(value := self.write(text, given), dict) else {self.option: value}
+            return value if isinstance(value := self.write(text, options), dict) else {self.option: value}
         if not self.words:
             return {self.option: self.prefix + (text.replace(",", " ") if self.prefix else text)}
         word = str(SWITCH.get(text.lower(), text)).lower()
@@ -108,18 +108,19 @@ def is_older(setting: Setting) -> bool:
     return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
 
 
-def _save_every(value: str, given: Mapping[str, str]) -> str:
-    steps, minutes = number(int, given.get("save_steps", "0")), number(float, given.get("save_minutes", "15"))
+def _save_every(value: str, options: Mapping[str, str]) -> str:
+    steps = parse_number(int, options.get("save_steps", "0"))
+    minutes = parse_number(float, options.get("save_minutes", "15"))
     words = [str(steps)] * (steps != 0) + [f"{minutes:g}m"] * (minutes != 0)
     return ",".join(words) or "none"
 
 
-def _kto_weights(value: str, given: Mapping[str, str]) -> str:
-    return f"{given.get('desirable_weight', '1')},{given.get('undesirable_weight', '1')}"
+def _kto_weights(value: str, options: Mapping[str, str]) -> str:
+    return f"{options.get('desirable_weight', '1')},{options.get('undesirable_weight', '1')}"
 
 
-def _public(value: str, given: Mapping[str, str]) -> dict[str, str]:
-    names = {"push_to_hub": given.get("push_to_hub", "none"), "mirror": given.get("mirror", "none")}
+def _public(value: str, options: Mapping[str, str]) -> dict[str, str]:
+    names = {"push_to_hub": options.get("push_to_hub", "none"), "mirror": options.get("mirror", "none")}
     is_on_hub = {"push_to_hub": names["push_to_hub"] != "none", "mirror": names["mirror"].startswith("hf:")}
     public = {option: name + PUBLIC for option, name in names.items() if is_on_hub[option]}
     if switch(value) and not public:
@@ -127,8 +128,8 @@ def _public(value: str, given: Mapping[str, str]) -> dict[str, str]:
     return public if switch(value) else {}
 
 
-def _streaming(value: str, given: Mapping[str, str]) -> str:
-    if given.get("streaming", "false").lower() == "false":
+def _streaming(value: str, options: Mapping[str, str]) -> str:
+    if options.get("streaming", "false").lower() == "false":
         raise ValueError("it is for --streaming true; otherwise all rows are shuffled together")
     return value
 
@@ -137,21 +138,21 @@ def _streaming(value: str, given: Mapping[str, str]) -> str:
 OLDER: dict[str, Older] = {
     "loading_buffer_mib": Older(reason="FSDP_QLORA_LOADING_BUFFER_MIB in the environment sets it", unset=("128",)),
     "use_gradient_checkpointing": Older("recompute", {"true": "all", "false": "none"}),
-    "use_activation_cpu_offload": Older("recompute", write=lambda value, given: "offload" if switch(value) else ""),
+    "use_activation_cpu_offload": Older("recompute", write=lambda value, options: "offload" if switch(value) else ""),
     "world_size": Older("nproc_per_node", unset=("none", "-1")),
-    "llama_pro_path": Older("model_name", write=lambda value, given: value),
+    "llama_pro_path": Older("model_name", write=lambda value, options: value),
     "warmup_steps": Older("warmup", unset=("none", "-1")),
     "apply_gradient_clipping": Older("grad_norm", {"true": "", "false": "0"}),
     "shuffle_buffer": Older("streaming", write=_streaming, unset=("none", "10000")),
     "desirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
     "undesirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
-    "epsilon_high": Older("epsilon", write=lambda value, given: f"{given.get('epsilon', '0.2')},{value}"),
+    "epsilon_high": Older("epsilon", write=lambda value, options: f"{options.get('epsilon', '0.2')},{value}"),
     "correct_mismatch": Older(reason="with --rollout_url the mismatch is always corrected", unset=("none", "false")),
     "reward_timeout": Older(reason="hang_minutes limits a reward function", unset=("none", "60", "60.0")),
     "save_steps": Older("save_every", write=_save_every, unset=("none", "0")),
     "save_minutes": Older("save_every", write=_save_every, unset=("none", "15", "15.0")),
     "overwrite_output_dir": Older(
-        "resume", write=lambda value, given: given.get("resume", "auto") + REPLACE if switch(value) else ""
+        "resume", write=lambda value, options: options.get("resume", "auto") + REPLACE if switch(value) else ""
     ),
     "push_public": Older("push_to_hub", write=_public, unset=("none", "false")),
     "wandb": Older("log_to"),
@@ -174,7 +175,7 @@ OLDER: dict[str, Older] = {
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("other_programs.yaml").read_text(encoding="utf-8")
 )
-OTHER_NAMES: dict[str, str] = {theirs: ours for ours, names in _TABLES["names"].items() for theirs in names.split()}
+OTHER_NAMES: dict[str, str] = {other: ours for ours, names in _TABLES["names"].items() for other in names.split()}
 _NOT_HERE = {name: reason for reason, names in _TABLES["reasons"].items() for name in names.split()}
 _VALUES_OF: dict[str, dict[str, str]] = {
     name: rows for names, rows in _TABLES["values"].items() for name in names.split()

@@ -23,7 +23,7 @@ SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for 
 """The words of YAML 1.1 for a switch, which a user may well write in the file."""
 
 
-def number(kind: type, text: str) -> Any:
+def parse_number(kind: type, text: str) -> Any:
     """The number that a text is. kind: int or float. Raises ValueError."""
     try:
         return kind(text)
@@ -44,12 +44,12 @@ def switch(text: str) -> bool:
 def option_help() -> dict[str, dict[str, str]]:
     """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
     source = textwrap.dedent(inspect.getsource(TrainConfig))
-    headings = {number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line}
+    headings = {row: line.strip(" #=") for row, line in enumerate(source.splitlines(), 1) if "# ==" in line}
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            heading = headings[max(number for number in headings if number < field.lineno)]
+            heading = headings[max(row for row in headings if row < field.lineno)]
             name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
             options[heading][name] = " ".join(sentence.split())
     return options
@@ -133,14 +133,14 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 
 
-def find_config(given: str) -> Path:
+def find_config(name: str) -> Path:
     """The file that was given, or the one that comes with the program under this name.
 
     An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its settings.
     """
-    path = Path(given)
+    path = Path(name)
     is_users = os.path.exists(path) and not os.path.isdir(path)
-    return path if is_users else shipped_configs().get(given, path)
+    return path if is_users else shipped_configs().get(name, path)
 
 
 def read_options(path: Path, name: str, *, may_be_pipe: bool = False) -> str:
@@ -177,9 +177,6 @@ class PlainLoader(yaml.SafeLoader):
 
 def describe_config(path: Path) -> str:
     """The purpose of a file: the first sentence of the comment that it begins with."""
-    comment = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("# "):
-            break
-        comment.append(line[2:].strip())
-    return " ".join(comment).partition(". ")[0].partition(":  ")[0]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
+    return " ".join(line[2:].strip() for line in comment).partition(". ")[0].partition(":  ")[0]
