@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
-from fsdp_qlora.planning.known_models import KNOWN_MODELS, known_config
+from fsdp_qlora.planning.offers import KNOWN_MODELS, known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.sharding.parallelize import fsdp_modules, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks

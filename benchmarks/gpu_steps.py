@@ -34,8 +34,8 @@ from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.model_parts import CategoryBytes
-from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.planning.gpus import gpu_of
+from fsdp_qlora.planning.run_plan import Measured
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download
 
-from fsdp_qlora.planning.known_models import KNOWN_MODELS, config_of
+from fsdp_qlora.planning.offers import KNOWN_MODELS, config_of
 from fsdp_qlora.utils.text import first_line
 
 _NO_SIZES = {"hub", "model_type", "pad_token_id"}

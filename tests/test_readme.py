@@ -20,7 +20,7 @@ from benchmarks import planned_memory
 from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
-from fsdp_qlora.planning.known_models import KNOWN_MODELS
+from fsdp_qlora.planning.offers import KNOWN_MODELS
 from scripts import update_docs
 from tests.commands.test_gguf import stand_in_llama_cpp
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows

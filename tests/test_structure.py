@@ -36,13 +36,13 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 31_013,
-    "files of the library": 170,
+    "lines of the library": 30_848,
+    "files of the library": 154,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 92,
-    "lines of tests": 25_494,
-    "files that name recompute": 24,
+    "lines of tests": 25_493,
+    "files that name recompute": 23,
     "mentions of world_size outside the layout": 85,
     "places that ask for the kind of rows": 20,
 }

@@ -31,7 +31,7 @@ class ContextGroup:
     def to_heads(self, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become those of its heads.
 
-        H is a multiple of N: planning/checks.py has refused other sizes.
+        H is a multiple of N: planning/plan.py has refused other sizes.
 
         Returns:
             [1, H / N, T, D], and of keys and values [1, G' / N, T, D]: fewer heads than ranks are repeated to G'.

@@ -23,7 +23,6 @@ from fsdp_qlora.sharding.recompute import RecomputedBlock
 
 _SEGMENT = 512  # bytes: the allocator of torch rounds to these
 
-
 log = logging.getLogger("fsdp_qlora")
 
 
@@ -45,13 +44,13 @@ class CountedStorages(TorchDispatchMode):
     now, most: these, and the most of them.
 
     Args:
-        given: tensors whose storages are not counted: weights and inputs.
+        uncounted: tensors whose storages are not counted: weights and inputs.
     """
 
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, uncounted: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._alive = {tensor.untyped_storage()._cdata for tensor in given}
+        self._alive = {tensor.untyped_storage()._cdata for tensor in uncounted}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.nonzero.default and args[0].is_meta and args[0].dim() == 1:
@@ -61,7 +60,7 @@ class CountedStorages(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
         if func._schema.name == "torch_attn::_varlen_attn_backward":
-            # Of the kernel: queries' gradients in float32, and keys' and values' for each head that shares them.
+            # Inside the kernel: queries' gradients in float32, and keys' and values' for each head that shares them.
             query, is_shared = args[1], args[2].shape[1] < args[1].shape[1]
             inside = query.numel() * (4 + 2 * query.element_size() * is_shared)
             self.most = max(self.most, self.now + inside)
@@ -110,24 +109,21 @@ def measure_blocks(
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
         described = documents_of_part(described, 0, num_parts)
-    found: dict[Any, BlockBytes] = {}
+    measured: dict[Any, BlockBytes] = {}
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN, ContextGroup(num_parts)):
             inputs = _arguments(parts, precision, described)
             for block in parts.blocks:
-                if (kind := _kind(block)) not in found:
-                    found[kind] = _measure(block, precision, inputs)
+                if (kind := _kind(block)) not in measured:
+                    measured[kind] = _measure(block, precision, inputs)
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
-        log.info("What a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
-        return [_guess(block, precision, described["position_ids"].shape[1]) for block in parts.blocks]
-    return [found[_kind(block)] for block in parts.blocks]
-
-
-def _guess(block: nn.Module, precision: Precision, num_tokens: int) -> BlockBytes:
-    """From the inputs and outputs of a block's matrices."""
-    kept = num_tokens * precision.compute_dtype.itemsize * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
-    return BlockBytes(kept, 2 * kept, 2 * kept)
+        log.info("The memory that a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
+        # From the inputs and outputs of each block's matrices.
+        row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
+        kept = [row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block)) for block in parts.blocks]
+        return [BlockBytes(count, 2 * count, 2 * count) for count in kept]
+    return [measured[_kind(block)] for block in parts.blocks]
 
 
 def _kind(block: nn.Module) -> Any:
@@ -138,14 +134,14 @@ def _kind(block: nn.Module) -> Any:
 
 def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> BlockBytes:
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counted = {}
+    counts = {}
     for recomputes in (False, True):
         wrapped.is_on = recomputes
         set_save_inputs_only(wrapped, not recomputes)
         x = torch.empty(inputs.shape, dtype=inputs.dtype, device="meta", requires_grad=True)
-        given = filter(torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves(inputs)])
+        uncounted = filter(torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves(inputs)])
         with (
-            CountedStorages(given) as count,
+            CountedStorages(uncounted) as count,
             torch.autocast("cpu", precision.compute_dtype, enabled=precision.autocast),
         ):
             y = wrapped(x, *inputs.args, **inputs.kwargs)
@@ -153,9 +149,9 @@ def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> Block
             del y
             kept, count.most = count.now, count.now
             loss.backward()
-        counted[recomputes] = kept, count.most
+        counts[recomputes] = kept, count.most
         wrapped.zero_grad()
-    return BlockBytes(*counted[False], counted[True][1])
+    return BlockBytes(*counts[False], counts[True][1])
 
 
 def _as_gathered(block: nn.Module, precision: Precision) -> nn.Module:
@@ -187,12 +183,12 @@ def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any])
     embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
     dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
     tokens, hidden = told["position_ids"].shape[1], model.config.get_text_config().hidden_size
-    found: list[_Inputs] = []
+    inputs: list[_Inputs] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.pop("hidden_states")
         on_meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args[1:], kwargs))
-        found.append(_Inputs(tuple(x.shape), x.dtype, *on_meta))
+        inputs.append(_Inputs(tuple(x.shape), x.dtype, *on_meta))
         raise _Reached
 
     handle = parts.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
@@ -202,4 +198,4 @@ def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any])
         pass
     finally:
         handle.remove()
-    return found[0]
+    return inputs[0]

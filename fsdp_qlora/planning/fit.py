@@ -45,8 +45,9 @@ def fit(settings: Sequence[T], memory: Callable[[T], float], free: float, *, fal
         falls: no setting needs more than the one before it, so that a bisection finds it.
     """
     if falls:
-        return settings[bisect.bisect_left(settings, True, hi=len(settings) - 1, key=lambda each: memory(each) <= free)]
-    return next((each for each in settings if memory(each) <= free), settings[-1])
+        index = bisect.bisect_left(settings, True, hi=len(settings) - 1, key=lambda setting: memory(setting) <= free)
+        return settings[index]
+    return next((setting for setting in settings if memory(setting) <= free), settings[-1])
 
 
 def with_margin(estimate: int) -> int:
@@ -81,13 +82,13 @@ class Placement(NamedTuple):
 def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
     """The first placement that fits in `free` bytes; the last if none does.
 
-    If nothing is known of a GPU, that of a model which is shared, on the GPU if that is left open.
+    If no GPU is known, it is that of a model which is shared, on the GPU if that is left open.
 
     Args:
         needs: bytes that each placement takes of a rank's device, with a margin; the fastest first.
     """
     if free is None:
-        return [each for each in _fastest(needs) if each.offload == next(iter(needs)).offload][-1]
+        return [placement for placement in _fastest(needs) if placement.offload == next(iter(needs)).offload][-1]
     return fit([*needs], needs.__getitem__, free)
 
 
@@ -125,7 +126,7 @@ def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str 
 
 def _fastest(needs: Mapping[Placement, int]) -> list[Placement]:
     """The fastest variant of each placement."""
-    return [each for each in needs if each.accumulates == next(iter(needs)).accumulates]
+    return [placement for placement in needs if placement.accumulates == next(iter(needs)).accumulates]
 
 
 def _gib(count: int) -> str:
@@ -158,16 +159,16 @@ def fit_recompute(
     blocks = len(recomputed_blocks(model))
     may_keep = range(blocks if too_few is None else (blocks - too_few) // 2, -1, -1)
 
-    def attempt(number: int) -> tuple[int, int]:
-        set_recompute(model, blocks - number)
+    def attempt(count: int) -> tuple[int, int]:
+        set_recompute(model, blocks - count)
         return try_step()
 
     without, room = attempt(0)
     keeping = int(least(min(may_keep[0], room >= 2 * block_bytes)))
     for is_last in (False, False, True) if keeping else ():
         held, room = attempt(keeping)
-        each = max((held - without) / keeping, 1.0)
-        memory = {number: (number - keeping) * each for number in may_keep}  # more than in this attempt
+        per_block = max((held - without) / keeping, 1.0)
+        memory = {count: (count - keeping) * per_block for count in may_keep}  # more than in this attempt
         before, keeping = keeping, int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
         if keeping <= before:
             break
@@ -180,11 +181,11 @@ class MemoryWatch:
     """Adds blocks with recompute when a step has come near the end of the memory.
 
     Args:
-        number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
+        recomputing: blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
-        self.model, self.number, self.most = model, number, most
+    def __init__(self, model: nn.Module, recomputing: int, *, most: float) -> None:
+        self.model, self.recomputing, self.most = model, recomputing, most
         self.blocks = len(recomputed_blocks(model))
 
     def stepped(self, reserved: float) -> int:
@@ -192,18 +193,18 @@ class MemoryWatch:
 
         reserved: GiB, the most that a rank has reserved so far; the same on every rank.
         """
-        if reserved <= self.most or self.number == self.blocks:
-            return self.number
-        self.number = min(self.blocks, self.number + math.ceil(_MORE_BLOCKS * self.blocks))
-        set_recompute(self.model, self.number)
+        if reserved <= self.most or self.recomputing == self.blocks:
+            return self.recomputing
+        self.recomputing = min(self.blocks, self.recomputing + math.ceil(_MORE_BLOCKS * self.blocks))
+        set_recompute(self.model, self.recomputing)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         log.warning(
             "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
-            reserved, self.number, self.blocks,
+            reserved, self.recomputing, self.blocks,
         )  # fmt: skip
-        return self.number
+        return self.recomputing
 
 
 def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_few: int | None = None) -> None:
@@ -221,7 +222,7 @@ def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_fe
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
-    number = fit_recompute(trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
-    watch = MemoryWatch(trainer.model, number, most=least(meter.most_in_steps()))
+    recomputing = fit_recompute(trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
+    watch = MemoryWatch(trainer.model, recomputing, most=least(meter.most_in_steps()))
     trainer.watch_memory = watch.stepped
-    log.debug("Recompute: %d of %d blocks, found by probing.", number, watch.blocks)
+    log.debug("Recompute: %d of %d blocks, found by probing.", recomputing, watch.blocks)

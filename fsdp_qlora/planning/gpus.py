@@ -11,7 +11,7 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB
 
-# What torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
+# Memory that torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
 # The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside
 # torch in a process alone on its card, the most that was found. Nobody named it for 75 and 100: as 86 and 90.
 _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58}
@@ -41,14 +41,14 @@ class Gpu(NamedTuple):
         """Bytes of the GPU that torch's allocator does not get, by what they are."""
         is_linked, sizes = self.link >= _NVLINK, _communicators(layout)
         multicast = sum(size for size in sizes if size > 1) * is_linked
-        found = {
+        sizes_by_use = {
             "the driver and ECC": int((1 - self.usable) * self.memory_gib * GIB),
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
             "NCCL's buffers": len(sizes) * _NCCL_CHANNELS[is_linked] * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
             "cuBLAS on Hopper": _CUBLAS_BYTES * (self.capability == 90),
         }
-        return {name: count for name, count in found.items() if count}
+        return {name: count for name, count in sizes_by_use.items() if count}
 
 
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -59,8 +59,8 @@ ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of t
 def _communicators(layout: Layout) -> list[int]:
     """Ranks in a machine of each NCCL communicator: all ranks, shards and replicas of a hybrid, ranks sharing rows."""
     per_node, shared = layout.per_node, layout.context_size
-    found = [per_node, per_node, 1] if layout.is_hybrid else [per_node] if layout.world_size > 1 else []
-    return found + [shared] * (shared > 1)
+    sizes = [per_node, per_node, 1] if layout.is_hybrid else [per_node] if layout.world_size > 1 else []
+    return sizes + [shared] * (shared > 1)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -72,17 +72,17 @@ def find_gpu(name: str) -> Gpu:
     wanted = _plain(name)
     if exact := [gpu for gpu in GPUS.values() if _plain(gpu.name) == wanted]:
         return exact[0]
-    found = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
-    if len({gpu.memory_gib for gpu in found}) == 1:
-        return found[0]
-    names = [gpu.name for gpu in found] or difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3) or list(GPUS)
+    named = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
+    if len({gpu.memory_gib for gpu in named}) == 1:
+        return named[0]
+    names = [gpu.name for gpu in named] or difflib.get_close_matches(name.upper(), GPUS, n=3, cutoff=0.3) or list(GPUS)
     raise UserError(f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give --gpu_memory_gib.")
 
 
 def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
     """A GPU with so much memory, and the rates of the one of that name, else of the nearest one that is as new."""
-    if known := next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None):
-        return known._replace(memory_gib=memory_gib)
+    if named := next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None):
+        return named._replace(memory_gib=memory_gib)
     as_new = [gpu for gpu in GPUS.values() if gpu.capability == capability] or [GPUS["RTX 3090"]]
     nearest = min(as_new, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
     return nearest._replace(name=f"a GPU like an {nearest.name}", memory_gib=memory_gib)

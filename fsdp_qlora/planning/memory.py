@@ -21,7 +21,7 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
-# What torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so many times the
+# Bytes that torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so often the
 # largest matrix of a block in the compute dtype, by where blocks come from, and for each weight of a block that trains
 # whole so many float32 numbers; from the host it is gathered in memory of a stream of its own, and copied out. Where
 # ranks share rows, so many times a rank's hidden states, as what is exchanged for attention has sizes of its own.
@@ -164,18 +164,18 @@ class _Estimate:
         if step.gathers_from_host:
             resident["gathered blocks"] = max(self.gathered)
         here = resident if step.on_gpu else weights
-        found = self._phases({name: here[name] for name in (_GRADIENTS, _STATE)})
-        stays = sum(_positive(here, besides=found["backward"][0]).values())
-        most = max(sum(sizes.values()) for each in found.values() for sizes in each)
-        phases = {name: [_positive(sizes, besides=resident) for sizes in each] for name, each in found.items()}
+        candidates = self._phases({name: here[name] for name in (_GRADIENTS, _STATE)})
+        stays = sum(_positive(here, besides=candidates["backward"][0]).values())
+        most = max(sum(sizes.values()) for phase in candidates.values() for sizes in phase)
+        phases = {name: [_positive(sizes, besides=resident) for sizes in phase] for name, phase in candidates.items()}
         return Memory(
             weights=weights,
             resident=_positive(resident),
-            phases={name: max(each, key=lambda sizes: sum(sizes.values())) for name, each in phases.items()},
+            phases={name: max(phase, key=lambda sizes: sum(sizes.values())) for name, phase in phases.items()},
             allocated=stays + (most if step.on_gpu else max(most, step.buffer_bytes)),
             host=_positive(host),
             recomputing=step.recomputing,
-            block=max(each.kept for each in self.blocks),
+            block=max(block.kept for block in self.blocks),
             overhead=self._overhead(),
         )
 
@@ -188,13 +188,13 @@ class _Estimate:
         if not self.step.on_gpu:
             return everywhere, everywhere
         there = sum(map(self.parts.kinds, self.parts.on_host(self.step.placement.offload)), Counter[Kind]())
-        return everywhere, self._shards({kind: number for kind, number in there.items() if not kind.in_adapter})
+        return everywhere, self._shards({kind: count for kind, count in there.items() if not kind.in_adapter})
 
     def _shards(self, kinds: Mapping[Kind, int]) -> Sizes:
         counts = {name: count.largest_shard for name, count in count_bytes(kinds, self.step.num_shards).items()}
-        found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
+        weights = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
         trainable = counts.get("trainable", 0)
-        return {**found, _GRADIENTS: trainable, _STATE: int(trainable * sum(OPTIMIZERS[self.step.optimizer].state))}
+        return {**weights, _GRADIENTS: trainable, _STATE: int(trainable * sum(OPTIMIZERS[self.step.optimizer].state))}
 
     def _phases(self, of_optimizer: Sizes) -> dict[str, list[Sizes]]:
         """Transient memory at each possible peak, by category; in the backward pass that of each block.
@@ -214,7 +214,7 @@ class _Estimate:
         # All stay, or the last block comes for its backward pass: by FSDP2 with the head's gradient, by our stream
         # earlier.
         waiting = {"gathered blocks": self.gathered_sizes[-1] if self.frees_blocks else in_blocks[0]["gathered blocks"]}
-        found = {
+        phases = {
             # The head is gathered to be compared with.
             "trial": {**adapters, "whole head": self._gathered(parts.head or parts.embedding)},
             "loss": {
@@ -237,8 +237,8 @@ class _Estimate:
             "optimizer": of_optimizer,
         }
         if step.image_values:
-            found["images"] = {**before, **adapters, "gathered blocks": self.gathered_sizes[0], **self._at_images()}
-        return {name: [sizes] for name, sizes in found.items()} | {"backward": in_blocks}
+            phases["images"] = {**before, **adapters, "gathered blocks": self.gathered_sizes[0], **self._at_images()}
+        return {name: [sizes] for name, sizes in phases.items()} | {"backward": in_blocks}
 
     def _in_backward(self, of_trained: Sizes, of_optimizer: Sizes) -> list[Sizes]:
         """Transient memory in each block's backward pass, the last block's first. of_trained: of all that trains.
@@ -246,22 +246,21 @@ class _Estimate:
         Blocks before the first that trains have no backward pass, and keep nothing for one. FSDP2 keeps what it reduces
         until it reduces the next block's gradients.
         """
-        step, hidden, number = self.step, self.hidden, len(self.blocks)
+        step, hidden, num_blocks = self.step, self.hidden, len(self.blocks)
         first = next((i for i, count in enumerate(self.trained) if count), 0)
         first = 0 if self._trained_weights(self.parts.embedding) else first
+        keeping = max(first, step.recomputing)  # the first block that keeps its activations
         left, of_all, reducing = sum(self.trained), max(self._trained_weights(self.parts.model), 1), 0
-        found = []
-        for index in reversed(range(first, number)):
+        phases = []
+        for index in reversed(range(first, num_blocks)):
             block, recomputes = self.blocks[index], index < step.recomputing
-            found.append(
+            phases.append(
                 {
                     "gathered blocks": self.gathered[index],
                     "block at work": block.recomputing if recomputes else block.backward - block.kept,
-                    "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else number),
-                    "kept activations": sum(
-                        each.kept for each in self.blocks[max(first, step.recomputing) : index + 1]
-                    ),
-                    "hidden states at the head": hidden * (step.passes if index == number - 1 else 1),
+                    "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else num_blocks),
+                    "kept activations": sum(earlier.kept for earlier in self.blocks[keeping : index + 1]),
+                    "hidden states at the head": hidden * (step.passes if index == num_blocks - 1 else 1),
                     "gradients being reduced": 4 * reducing,
                     **{name: int(count * left / of_all) for name, count in of_trained.items()},
                     **of_optimizer,
@@ -269,7 +268,7 @@ class _Estimate:
                 }
             )
             reducing, left = self.trained[index] or reducing, left - self.trained[index]
-        return found
+        return phases
 
     def _at_head(self) -> Sizes:
         """Transient memory at the head: hidden states before and after the norm, of learned tokens, their gradients.
@@ -281,7 +280,7 @@ class _Estimate:
         tokens = min(step.num_tokens, tokens_at_a_time(self.vocabulary, dtype))
         # A CPU's kernels compute the gradients in float32 before they round them.
         unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * self.vocabulary
-        # Of embeddings and head, whichever is more, what is there beside the shards while they are used.
+        # Bytes beside the shards while embeddings or head are used, whichever are more.
         embedding, head = map(self._gathered, (self.parts.embedding, self.parts.head or self.parts.embedding))
         own_rows = -(-head // step.num_shards) if shared[1] and step.placement.offload.embeddings else 0
         ends = max(0 if shared[0] else embedding, own_rows if shared[1] else head)
@@ -289,7 +288,7 @@ class _Estimate:
             "hidden states at the head": (3 * step.passes + 1) * self.hidden,
             "head's weights": ends,
             "hidden states exchanged for it": 2 * step.num_shards * tokens * self.width * dtype.itemsize * shared[1],
-            # What is gathered lies in a buffer and then, beside it, in the weights.
+            # Gathered weights lie in a buffer and then, beside it, in the weights.
             "logits and their gradients": max(
                 logits_bytes(step.num_tokens, self.vocabulary, dtype) + unrounded, ends if step.num_shards > 1 else 0
             ),
@@ -342,8 +341,8 @@ class _Estimate:
         step, dtype = self.step, self.step.precision.param_dtype
         is_whole = step.num_shards == 1 and not (step.placement.offload.embeddings if from_host is None else from_host)
         return sum(
-            number * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
-            for kind, number in self.parts.kinds(module).items()
+            count * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
+            for kind, count in self.parts.kinds(module).items()
             if not kind.in_adapter and not (is_whole and kind.category != "trainable")
         )
 
@@ -353,4 +352,4 @@ class _Estimate:
 
     def _trained_weights(self, module: nn.Module, *, adapters: bool = True) -> int:
         trained = [item for item in self.parts.kinds(module).items() if item[0].category == "trainable"]
-        return sum(number * kind.num_weights for kind, number in trained if adapters or not kind.in_adapter)
+        return sum(count * kind.num_weights for kind, count in trained if adapters or not kind.in_adapter)

@@ -1,25 +1,29 @@
 """Plans a run on GPUs that are offered elsewhere: whether it fits, with which settings, how long, for how much."""
 
 import dataclasses
+import difflib
 import itertools
 import logging
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, PretrainedConfig
 
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import PlainLoader, read_options, value_text
-from fsdp_qlora.model.architecture.models import at_most_positions, load_tokenizer
+from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.planning.gpus import find_gpu
-from fsdp_qlora.planning.known_models import find_model
 from fsdp_qlora.planning.plan import build_plan, notes_of
-from fsdp_qlora.planning.rollout_memory import plan_generation
+from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB, format_count, printable
 
@@ -49,9 +53,9 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
 
     config, data = read_rows(config, model)
     planner = Planner(config, request, model, data, tokens)
-    number, longest = data.rows_per_epoch or len(data.train_rows), data.lengths[data.train_rows].max()
+    num_rows, longest = data.rows_per_epoch or len(data.train_rows), data.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
-    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
+    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{num_rows:,}", f"{longest:,}", total)
     return planner
 
 
@@ -121,21 +125,25 @@ def _speed_text(run: PlannedRun) -> str:
 def command_line(run: PlannedRun) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = run.config, run.placed.placement.options
-    given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
-    given |= {"nproc_per_node": run.request.num_gpus, **chosen}
-    given.pop("dry_run", None)
-    words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
+    options = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
+    options |= {"nproc_per_node": run.request.num_gpus, **chosen}
+    options.pop("dry_run", None)
+    words = [f"--{name} {value_text(value)}" for name, value in options.items() if value is not None]
     return f"fsdp-qlora train {' '.join(words)}"
 
 
 def as_json(run: PlannedRun) -> Mapping[str, Any]:
     """The plan for programs; bytes are of one rank, but host_bytes."""
-    request = run.request
+    request, memory = run.request, run.placed.memory
     return {
         "fits": run.fits,
         "gpu": request.gpu.name,
         "num_gpus": request.num_gpus,
-        **run.report.as_json(),
+        "gpu_bytes": int(request.bytes),
+        "needed_bytes": run.report.needed,
+        "reserved_bytes": memory.reserved,
+        "resident": memory.resident,
+        "phases": memory.phases,
         "host_bytes": run.host_bytes,
         "tokens": round(run.tokens),
         "tokens_per_second": round(run.tokens_per_second, 1),
@@ -227,3 +235,60 @@ def describe_offers(date: str, runs: Sequence[PlannedRun]) -> Iterator[str]:
         if fitting:
             run = min(fitting, key=best)
             yield f"the {name}: {run.request.num_gpus} x {run.request.gpu.name}, {_speed_text(run)}"
+
+
+# --- the model ---
+
+
+# The configs of well-known models by name, so that a plan needs no network.
+KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
+_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
+
+
+def known_config(name: str) -> PretrainedConfig | None:
+    """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
+    plain = name.lower().rpartition("/")[2].replace("meta-", "")
+    entry = KNOWN_MODELS.get(_NAMES.get(_letters(_SUFFIXES.sub("", plain)), ""))
+    sizes = KNOWN_MODELS[entry] if isinstance(entry, str) else entry
+    return None if sizes is None else config_of(sizes)
+
+
+def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
+    """The configuration of an entry of the table of well-known models."""
+    usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
+    return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
+
+
+def _letters(name: str) -> str:
+    """A name without what stands between its words: llama-3.1-70b is written as llama3.1:70b too."""
+    return re.sub(r"[-_: ]", "", name)
+
+
+_NAMES = {_letters(name): name for name in KNOWN_MODELS}
+
+
+def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
+    """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or from the hub.
+
+    A well-known model has a folder if it is in the hub's cache.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.name.endswith(".json") and path.is_file():
+        return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
+    config = None if path.is_dir() else known_config(name)
+    if config is not None:
+        cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None
+        if not isinstance(cached, str):
+            return config, None
+        path = Path(cached).parent
+    try:
+        if not path.is_dir():
+            path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
+    except UserError as error:
+        near = difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
+        hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
+        raise UserError(f"{error}{hint}") from error
+    return load_config(path, name, trust_remote_code=trust_remote_code), path

@@ -1,27 +1,35 @@
-"""Places a planned model on the ranks: which of them share it, what is in host memory, how many blocks recompute."""
+"""Places a planned model on the ranks: which of them share it, what is in host memory, how many blocks recompute.
+
+Checks that weights and result fit on this machine, before the first byte is read.
+"""
 
 import dataclasses
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.adapters.insert import reduces_base
-from fsdp_qlora.model.model_parts import Offload
-from fsdp_qlora.planning import checks, fit
+from fsdp_qlora.model.model_parts import Offload, each_parameter
+from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.planning.plan import Machine, ModelPlan, context_blocker, sizes_that_divide_heads
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import bytes_of_variable
+from fsdp_qlora.utils.errors import OutOfMemory, UserError
+from fsdp_qlora.utils.files import bytes_of_variable, free_disk
+from fsdp_qlora.utils.text import GIB
 
 
 @dataclass(frozen=True)
@@ -61,16 +69,16 @@ def place(
     lengths = lengths or longest_allowed(config)
     shares = config.context_size
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents, num_parts=shares)
-    found = {each: _placed(config, plan, each, blocks, lengths) for each in candidates(config, plan)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    needs = {each: fit.with_margin(placed.memory.reserved) for each, placed in found.items()}
+    variants = {place: _placed(config, plan, place, blocks, lengths) for place in candidates(config, plan)}
+    if len(variants) == 1:
+        return next(iter(variants.values()))
+    needs = {placement: fit.with_margin(placed.memory.reserved) for placement, placed in variants.items()}
     free = least_free(plan.machine, "the free GPU memory", store)
     chosen = fit.choose(needs, free)
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
     reason = None if is_expected else fit.describe_choice(needs, free)
-    return dataclasses.replace(found[chosen], reduction=fit.describe_reduction(needs, free), reason=reason)
+    return dataclasses.replace(variants[chosen], reduction=fit.describe_reduction(needs, free), reason=reason)
 
 
 def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:
@@ -109,14 +117,16 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
         UserError: --use_cpu_offload is more than the model's blocks.
     """
     machine, strategy, blocks = plan.machine, config.sharding_strategy, len(plan.meta.parts.blocks)
-    if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
+    if (on_host := config.use_cpu_offload) not in ("auto", True, False) and int(on_host) > blocks:
         raise UserError(
-            f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
+            f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most that, or true for the "
             "embeddings too."
         )
     is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
     nothing, everything = Offload(), Offload(blocks, embeddings=True)
-    offloads = [everything if asked is True else Offload(int(asked))] if asked != "auto" else [nothing, everything]
+    offloads = [nothing, everything]
+    if on_host != "auto":
+        offloads = [everything if on_host is True else Offload(int(on_host))]
     offloads = offloads[:1] if is_paged_whole else offloads
     is_auto, ranks = strategy == "auto", machine.world_size
     ways = (True, False) if config.gradient_accumulation_steps > 1 and ranks > 1 else (True,)
@@ -136,8 +146,14 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
 def _placed(
     config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], lengths: Lengths
 ) -> PlacedModel:
-    """The model in a place, with the memory of a rank there."""
-    machine = plan.machine
+    """The model in a place, with the memory of a rank there; with recompute auto, all blocks recompute at first.
+
+    Raises:
+        UserError: --recompute is more than the model's blocks.
+    """
+    machine, total, recompute = plan.machine, len(plan.meta.parts.blocks), config.recompute
+    if isinstance(recompute, int) and recompute > total:
+        raise UserError(f"--recompute {recompute}: the model has {total} decoder blocks. Give at most that, or all.")
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
     step = Step(
         precision=plan.precision,
@@ -145,7 +161,7 @@ def _placed(
         layout=layout,
         placement=chosen,
         num_tokens=-(-lengths.num_computed // config.context_size),
-        recomputing=blocks_to_recompute(config, plan),
+        recomputing=recompute if isinstance(recompute, int) else 0 if recompute == "none" else total,
         has_micro_batches=config.gradient_accumulation_steps > 1,
         offloads_activations=config.recompute == "offload",
         buffer_bytes=bytes_of_variable(BUFFER),
@@ -156,29 +172,105 @@ def _placed(
     return PlacedModel(plan, chosen, layout, estimate_memory(plan.meta.parts, blocks, step), step, blocks)
 
 
-def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
-    """How many decoder blocks recompute when the run starts; with auto all, until probes have found what fits.
-
-    Raises:
-        UserError: the model does not have so many.
-    """
-    blocks, asked = len(plan.meta.parts.blocks), config.recompute
-    if isinstance(asked, int) and asked > blocks:
-        raise UserError(f"--recompute {asked}: the model has {blocks} decoder blocks. Give at most that, or all.")
-    return asked if isinstance(asked, int) else 0 if asked == "none" else blocks
-
-
 def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     plan, ranks = placed.model, placed.model.machine.ranks
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
-        size = checks.result_bytes(
+        size = result_bytes(
             plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
         )
-        checks.check_disk(Path(config.output_dir), size)
-    checks.check_resources(
+        check_disk(Path(config.output_dir), size)
+    check_memory(
         placed.memory,
         ranks.device,
         ranks_on_host=ranks.local_world_size,
         can_offload=not placed.placement.offload.blocks,
     )
+
+
+# --- what is free ---
+
+
+def check_memory(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
+    """Refuse a run that cannot fit, with the numbers and what would help.
+
+    Raises:
+        UserError: the device or the host has less memory than the weights alone need.
+        OutOfMemory: it has less free, since others hold it, so that a later start may succeed.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if (needed := sum(memory.resident.values())) > free:
+            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
+            raise (UserError if needed > total else OutOfMemory)(
+                f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "
+                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
+                "a smaller model need less."
+            )
+    free, host = host_memory_free(ranks_on_host), psutil.virtual_memory()
+    if (needed := sum(memory.host.values())) > free:
+        is_held = host.available < needed * ranks_on_host <= host.total
+        raise (OutOfMemory if is_held else UserError)(
+            f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
+            f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
+            "--use_cpu_offload false or a smaller model need less."
+        )
+
+
+def check_disk(output_dir: Path, num_bytes: int) -> None:
+    """Refuse a run whose result would not fit on the disk.
+
+    Raises:
+        UserError: output_dir has less room than the result takes.
+    """
+    free = free_disk(output_dir)
+    if num_bytes > free:
+        raise UserError(
+            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
+            "Free some space, or give an --output_dir on a larger disk; --save_model false saves only the metrics."
+        )
+
+
+def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
+    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`.
+
+    Args:
+        reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
+    """
+    kinds = each_parameter(model).values()
+    if in_adapters := [kind for kind in kinds if kind.in_adapter]:
+        trainable = sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
+        again = sum(4 * kind.num_weights for kind in in_adapters)
+        return trainable + again * reduces_base
+    # With block expansion the quantized base is saved with its original weights.
+    return sum(kind.num_weights for kind in kinds) * dtype.itemsize
+
+
+def host_memory_free(ranks_on_host: int) -> int:
+    """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
+    limits = [psutil.virtual_memory().available // ranks_on_host]
+    if (in_container := _cgroup_free()) is not None:
+        limits.append(in_container // ranks_on_host)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(most - psutil.Process().memory_info().vms)
+    return max(0, min(limits))
+
+
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # The kernel counts cached files as used, and frees them when memory is needed.
+        total = "total_" if "total_inactive_file" in counts else ""
+        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+        # Version 1 writes "no limit" as a huge number.
+        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
+    return None

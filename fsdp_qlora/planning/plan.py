@@ -58,13 +58,12 @@ class Machine:
         """The machine of a run; of a dry run the one that its options ask for, even if this one lacks the GPUs."""
         if not config.dry_run:
             return cls(ranks.device, ranks.world_size, ranks)
-        asked = int(os.environ.get("WORLD_SIZE") or 1)
-        if asked <= 1:
-            asked = config.nproc_per_node
-        if asked < 1:
-            asked = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
+        launched = int(os.environ.get("WORLD_SIZE") or 1)
+        num_ranks = launched if launched > 1 else config.nproc_per_node
+        if num_ranks < 1:
+            num_ranks = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
         is_elsewhere = config.device != "cpu" and ranks.device.type == "cpu"
-        return cls(torch.device("cuda") if is_elsewhere else ranks.device, asked, ranks)
+        return cls(torch.device("cuda") if is_elsewhere else ranks.device, num_ranks, ranks)
 
     def data_size(self, context_size: int) -> int:
         """Groups of so many ranks that get other rows than each other. Raises UserError if there are none."""
@@ -200,8 +199,8 @@ def build_plan(
     """
     train_type, device = config.kind, machine.ranks.device
     # GPUs that are elsewhere are taken for newer ones.
-    asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
-    precision = PRECISIONS[choose_precision(asked, device)]
+    wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
+    precision = PRECISIONS[choose_precision(wanted_precision, device)]
     stored, layers = decoded.take_format(model_config), layer_options(config, model_config)
     meta = build_model(
         model_config,
@@ -312,7 +311,7 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
     if not can_share(documents):
         return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
     owners = [module for block in parts.blocks for module in block.modules()]
-    mixing = {type(each).__name__ for each in owners if has_convolution(each)}
+    mixing = {type(module).__name__ for module in owners if has_convolution(module)}
     return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
 
 

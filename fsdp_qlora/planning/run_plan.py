@@ -1,4 +1,4 @@
-"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
+"""The plan of a run, made before a weight is read, and how the run's memory and speed turn out beside it."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -25,45 +26,50 @@ from fsdp_qlora.data.pipeline import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
+from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.observability.metric_log import refuse_sinks
+from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model
-from fsdp_qlora.planning.report import PlanReport, describe_link
-from fsdp_qlora.planning.rollout_memory import Generation, plan_generation
-from fsdp_qlora.planning.run_rows import RunRows, make_schedule
-from fsdp_qlora.planning.search import choose_settings
+from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, plan_generation
+from fsdp_qlora.planning.search import PlanReport, choose_settings
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.training.generation.questions import read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.rl.rewards import Reward, load_rewards
+from fsdp_qlora.utils.environment import describe_environment
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD, RUN
-from fsdp_qlora.utils.text import fit
+from fsdp_qlora.utils.text import GIB, fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before a weight is read."""
+    """The decisions of a run before a weight is read.
+
+    Attributes:
+        questions: the prompts of --sample_prompts.
+        generation: how the run's own model answers its prompts.
+        chosen: options that auto replaces, and the context_length that the rows decide.
+    """
 
     placed: PlacedModel
     data: RunData
     schedule: Schedule
     warmup_steps: int
     questions: tuple[PromptContent, ...] = ()
-    """The prompts of --sample_prompts."""
     tasks: Tasks | None = None
-    """The tasks of --eval_tasks."""
     rewards: tuple[Reward, ...] = ()
-    """The functions of --rewards."""
     generation: Generation | None = None
-    """How the run's own model answers its prompts."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    """Options that auto replaces, and the context_length that the rows decide."""
 
     @property
     def model(self) -> ModelPlan:
@@ -81,7 +87,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
     rewards = tuple(load_rewards(config.rewards))
-    questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
+    named_questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
+    questions = tuple(question for _, question in named_questions)
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
     config = with_kept_context(config, ranks, store)
     model = plan_model(config, machine, store)
@@ -95,16 +102,14 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     chosen |= {"context_length": config.context_length}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.data_size(config.context_size))
-    asked = tuple(question for _, question in questions)
     placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     generation = None
     if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
-        longest_row = int(data.lengths.max())
-        generation = plan_generation(placed, schedule.global_batch_size, longest_row, free)
+        generation = plan_generation(placed, schedule.global_batch_size, int(data.lengths.max()), free)
     warmup_steps = num_warmup_steps(config, schedule)
-    plan = Plan(placed, data, schedule, warmup_steps, asked, tasks, rewards, generation, chosen)
+    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, rewards, generation, chosen)
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
@@ -128,15 +133,15 @@ def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | Non
     kept = json.dumps(_recorded_context(config) if ranks.is_rank_0 else None)
     if store is not None:
         kept = all_gather_via_store(kept, "the context_length of the run", ranks, store)[0]
-    if number := json.loads(kept):
-        log.info("Context: %s tokens, with which the run was started", f"{number:,}")
-    return dataclasses.replace(config, context_length=number or "auto")
+    if context_length := json.loads(kept):
+        log.info("Context: %s tokens, with which the run was started", f"{context_length:,}")
+    return dataclasses.replace(config, context_length=context_length or "auto")
 
 
 def _recorded_context(config: TrainConfig) -> int | None:
     """The context_length of the run in a folder or on its mirror, or of a checkpoint; None if there is none.
 
-    What may be another run, to be replaced or not to be touched, counts if it is unfinished and of the same --dataset.
+    A run that may be another one, to be replaced or not touched, counts if it is unfinished and of the same --dataset.
     """
     continues = config.start_from == "auto"
     folder = Path(config.output_dir if continues else config.start_from).expanduser()
@@ -146,10 +151,10 @@ def _recorded_context(config: TrainConfig) -> int | None:
             record = open_store(config.mirror).run()
     options = record.get("options", {})
     is_other = continues and (is_finished(folder) or options.get("dataset") != list(config.dataset))
-    found = (
-        None if is_other and (config.resume.endswith(REPLACE) or config.is_preview) else options.get("context_length")
-    )
-    return found if isinstance(found, int) else None
+    if is_other and (config.resume.endswith(REPLACE) or config.is_preview):
+        return None
+    context_length = options.get("context_length")
+    return context_length if isinstance(context_length, int) else None
 
 
 def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
@@ -161,7 +166,7 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     continued = config.output_dir if config.start_from == "auto" else config.start_from
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
-    own = [each for each in records if each.get("options", {}).get("model_name") in (None, config.model_name)]
+    own = [record for record in records if record.get("options", {}).get("model_name") in (None, config.model_name)]
     is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own)
     if config.prompt_template is None and not is_plain and models.is_made_for_chats(folder, tokenizer):
         return dataclasses.replace(options, text=dataclasses.replace(options.text, prompt_template=CHAT))
@@ -190,12 +195,24 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
-        log.info("%s", describe_link(placed, num_nodes=num_nodes))
+        log.info("%s", _describe_link(placed, num_nodes=num_nodes))
+
+
+def _describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
+    """One line: about how much each of several nodes sends to the others in a step."""
+    meta, (sharded_over, frees_blocks) = placed.model.meta, SHARDING_STRATEGIES[placed.placement.sharding_strategy]
+    sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
+    all_reduced = 2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes
+    line = f"Between {num_nodes} nodes: each sends about {format_bytes(all_reduced)} per step, gradients of what trains"
+    if sharded_over == "all":
+        gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
+        line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"
+    return line
 
 
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
-    given = config.warmup
-    return given if isinstance(given, int) else math.ceil(given * schedule.total_steps)
+    warmup = config.warmup
+    return warmup if isinstance(warmup, int) else math.ceil(warmup * schedule.total_steps)
 
 
 def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
@@ -206,3 +223,81 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     return plan
+
+
+# --- facts for the report of a run ---
+
+
+_MOST_BARS = 40
+_FAR, _FAR_GIB = 0.05, 0.25  # of what is planned, and at least: what a small model reserves is mostly rounding
+
+
+class Measured:
+    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of far more memory.
+
+    Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of this start: rows
+    come in random order, so both are of the same work.
+    """
+
+    def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
+        self._config, self._plan, self._gpu, self._placed, self._has_warned = config, plan, gpu, plan.placed, False
+        self._planned_speed = self._tokens = self._seconds = 0.0
+
+    def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """The facts after a step, for the report. record: from `Trainer.train_step`."""
+        placed, recomputing = self._placed, record.get("recompute", self._placed.memory.recomputing)
+        if recomputing != placed.memory.recomputing:
+            step = dataclasses.replace(placed.step, recomputing=recomputing)
+            memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
+            self._placed, self._planned_speed = dataclasses.replace(placed, memory=memory), 0.0
+        self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._placed, self._gpu)
+        self._tokens += record["num_tokens"]
+        self._seconds += record["step_seconds"]
+        measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
+        planned = {name: round(getattr(self._placed.memory, name) / GIB, 3) for name in measured}
+        off = measured["reserved"] - planned["reserved"]  # less is no fault: of a stream the longest rows are not known
+        if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. Please report it with "
+                "the run's facts.json: the plan is to be within 5%%.",
+                planned["reserved"], measured["reserved"],
+            )  # fmt: skip
+        facts = {"planned_gib": planned, "measured_gib": measured, "recompute": recomputing}
+        speeds = {"planned_tokens_per_second": self._planned_speed, "tokens_per_second": self._tokens / self._seconds}
+        return {"measured": {**facts, **{name: round(speed, 1) for name, speed in speeds.items()}}}
+
+
+def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:
+    """Tokens per second of the run's first steps."""
+    micro_batch = RunRows(config, plan.data, plan.schedule, placed.model.documents).mean_micro_batch()
+    return tokens_per_second(placed, size_of(placed.model.meta.parts), micro_batch, gpu)
+
+
+def run_facts(plan: Plan) -> dict[str, Any]:
+    """Heading -> facts, all of them JSON's."""
+    return {
+        "environment": describe_environment(),
+        "data": data_facts(plan.data, plan.schedule),
+        "memory": plan.placed.memory.weights,
+    }
+
+
+def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
+    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
+    lengths = data.lengths[data.train_rows]
+    longest = int(lengths.max())
+    steps = schedule.rounds_of_first_steps(data.train_rows, data.lengths)
+    counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
+    return {
+        "rows": len(data.train_rows),
+        "held_out": len(data.eval_rows),
+        "tokens": int(lengths.sum()),
+        "learned": int(data.train.num_targets[data.train_rows].sum()),
+        "longest": longest,
+        "truncated": sum(report.num_truncated for report in data.reports),
+        "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
+        "rejected": len(data.rejected),
+        "padding_share": 1 - float(np.mean([schedule.useful_shares(step, data.lengths)[0] for step in steps])),
+        "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
+    }

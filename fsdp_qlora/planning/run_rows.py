@@ -1,20 +1,24 @@
-"""A run's rows as its plan needs them: how they become steps, their longest and their mean micro-batch."""
+"""A run's rows as its plan needs them: their steps, their longest and their mean micro-batch, their generation."""
 
 import dataclasses
 import itertools
 from typing import NamedTuple
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from fsdp_qlora.config.objectives import PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.model.architecture.attention import can_share
-from fsdp_qlora.planning.placement import longest_allowed
+from fsdp_qlora.model.architecture.attention import Shapes, can_share
+from fsdp_qlora.model.model_parts import count_bytes
+from fsdp_qlora.planning.fit import with_margin
+from fsdp_qlora.planning.placement import PlacedModel, longest_allowed
 from fsdp_qlora.planning.speed import MicroBatchSize
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import GIB, format_bytes
 
 _TOKENS = 10e6  # to train on, where no dataset is known
 
@@ -62,17 +66,17 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
 
 def _of_answers(schedule: Schedule) -> Schedule:
     """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of the prompts."""
-    rows, each = schedule.global_batch_size, schedule.num_generations
-    prompts, rest = divmod(rows, each)
+    rows, group = schedule.global_batch_size, schedule.num_generations
+    prompts, rest = divmod(rows, group)
     if rest:
-        divisors = ", ".join(str(number) for number in range(2, rows + 1) if rows % number == 0) or "more rows"
+        divisors = ", ".join(str(divisor) for divisor in range(2, rows + 1) if rows % divisor == 0) or "more rows"
         raise UserError(
             f"num_generations: a step learns from {rows} answers (batch_size x gradient_accumulation_steps x ranks), "
-            f"which are no whole groups of {each}. Give {divisors}, or a multiple of {each} answers."
+            f"which are no whole groups of {group}. Give {divisors}, or a multiple of {group} answers."
         )
     if schedule.num_rows < prompts:
         raise UserError(
-            f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {each} to each), and there are "
+            f"dataset: an optimizer step needs {prompts} prompts ({rows} answers, {group} to each), and there are "
             f"{schedule.num_rows}. Give more prompts or a smaller --gradient_accumulation_steps."
         )
     return dataclasses.replace(schedule, num_rows=schedule.num_rows // prompts * rows * schedule.num_iterations)
@@ -94,8 +98,8 @@ class RunRows:
         """Sum up the rows; those of a stream are as long as the options allow, on average as the stream's first."""
         schedule = self.schedule
         of_epoch = epoch_order(self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture)
-        number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
-        tokens = float(number * self.lengths[of_epoch].mean())
+        num_rows = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
+        tokens = float(num_rows * self.lengths[of_epoch].mean())
         return PlannedRows(self.longest(), self.mean_micro_batch(), tokens)
 
     def longest(self) -> Lengths:
@@ -112,8 +116,8 @@ class RunRows:
         """The mean over the rounds of the run's first steps."""
         rounds = list(itertools.chain(*self.schedule.rounds_of_first_steps(self.data.train_rows, self.lengths)))
         longest = [self._lengths_of(first) for first, *_ in rounds]  # a round's longest micro-batch is its first
-        computed = sum(each.num_computed for each in longest)
-        squares = sum(length**2 for each in longest for length in each.of_documents)
+        computed = sum(lengths.num_computed for lengths in longest)
+        squares = sum(length**2 for lengths in longest for length in lengths.of_documents)
         useful = sum(int(self.lengths[piece].sum()) for piece in itertools.chain(*rounds))
         return MicroBatchSize(*(total / len(longest) for total in (computed, squares, useful)))
 
@@ -122,8 +126,69 @@ class RunRows:
         rows, most = self.data.train, self.config.longest_row
         learned = rows.learned_documents(micro_batch)
         lengths = rows.document_offsets[learned + 1] - rows.document_offsets[learned] + self.data.completion_length
-        found = np.minimum(lengths, most).tolist()
+        tokens = np.minimum(lengths, most).tolist()
         if self.schedule.padding:
-            found = [max(found, default=0)] * len(found)
+            tokens = [max(tokens, default=0)] * len(tokens)
         shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if self._shares_prompts else None
-        return Lengths(found, shared)
+        return Lengths(tokens, shared)
+
+
+# --- rows that the model generates ---
+
+
+_LEAST_ON_CPU = GIB  # bytes for the completions of a rank on a CPU, whose steps may need less
+_COPIES = 4  # of a completion's logits in float32 while a token is drawn: logits, probabilities, noise, ratio
+
+
+class Generation(NamedTuple):
+    """How a rank generates the completions of a step.
+
+    at_a_time: completions that share a cache. per_rank: completions of a step, at most. cache: bytes of the cache.
+    gathered: bytes of the blocks' weights if they stay gathered; 0 if they are gathered for each token.
+    """
+
+    at_a_time: int
+    per_rank: int
+    cache: int
+    gathered: int
+
+    def describe(self, num_prompts: int, num_generations: int, num_left: int) -> str:
+        """One line for the plan. num_left: prompts of an epoch that fill no step."""
+        weights = f"; weights stay gathered ({format_bytes(self.gathered)})" if self.gathered else ""
+        left = f"; an epoch leaves out {num_left} prompts, which fill no step" if num_left else ""
+        return (
+            f"Generation: {num_generations} answers to each of {num_prompts} prompts for a step, of {self.per_rank} on "
+            f"a rank {self.at_a_time} at a time (cache {format_bytes(self.cache)}){weights}{left}"
+        )
+
+
+def plan_generation(placed: PlacedModel, num_answers: int, longest: int, free: int | None) -> Generation:
+    """As many answers at a time as fit into what a training step needs beside what stays, and at least one.
+
+    Args:
+        num_answers: of a step on all ranks. longest: tokens of a prompt with its answer. free: bytes of the GPU that
+            has least; weights stay gathered if a rank then still needs less.
+    """
+    model, memory, layout = placed.model, placed.memory, placed.layout
+    room = sum(memory.phases[memory.peak].values()) + memory.overhead
+    room = room if model.machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
+    itemsize = model.precision.compute_dtype.itemsize
+    answer_bytes = _bytes_of_answer(model.meta.model.config.get_text_config(), longest, itemsize)
+    per_rank = -(-num_answers // model.machine.world_size)
+    at_a_time = min(per_rank, max(1, room // answer_bytes))
+    gathered = 0
+    if layout.num_shards > 1 and layout.frees_blocks and not placed.placement.offload.blocks:
+        kinds = model.meta.parts.kinds(model.meta.parts.blocks)
+        gathered = sum(count.total for count in count_bytes(kinds, 1).values())
+        needed = sum(memory.resident.values()) + memory.overhead + at_a_time * answer_bytes + gathered
+        fits = gathered + at_a_time * answer_bytes <= room if free is None else with_margin(needed) <= free
+        gathered *= fits
+    return Generation(at_a_time, per_rank, at_a_time * answer_bytes, gathered)
+
+
+def _bytes_of_answer(config: PretrainedConfig, tokens: int, itemsize: int) -> int:
+    """Bytes of an answer's cache, and of what its prompt and its next token need while they are computed."""
+    hidden, _, groups, head_dim = Shapes.of(config)
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    cache = 2 * config.num_hidden_layers * groups * head_dim * itemsize
+    return int(tokens * (cache + (4 * hidden + 3 * inner) * itemsize) + _COPIES * 4 * config.vocab_size)

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +22,108 @@ from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.architecture.chunking import count_pieces
+from fsdp_qlora.model.architecture.fused import Mlp
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
-from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.fit import fit, with_margin
 from fsdp_qlora.planning.gpus import Gpu, gpu_of, nearest_gpu
 from fsdp_qlora.planning.memory import PROCESS
-from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, least_free, place
+from fsdp_qlora.planning.placement import PlacedModel, candidates, context_sizes, host_memory_free, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan
-from fsdp_qlora.planning.report import PlanReport
 from fsdp_qlora.planning.run_rows import PlannedRows, RunRows, allowed_rows, make_schedule
-from fsdp_qlora.planning.speed import size_of, tokens_per_second
+from fsdp_qlora.planning.speed import exchanged_bytes, size_of, tokens_per_second
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB
+from fsdp_qlora.utils.text import GIB, format_bytes
+
+_LARGEST = 10  # items that --explain names
+_BAR = 34  # columns
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The memory that a placed model needs.
+
+    Attributes:
+        gpu_bytes: memory of a GPU, if it is known.
+        beside_torch: bytes of it that torch's allocator does not get, by what they are.
+    """
+
+    placed: PlacedModel
+    gpu_bytes: float | None = None
+    beside_torch: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a GPU."""
+        return self.placed.memory.reserved + sum(self.beside_torch.values())
+
+    def lines(self) -> Iterator[str]:
+        """For the log: bytes per rank on the GPU and the host, then by what they are."""
+        memory, machine = self.placed.memory, self.placed.model.machine
+        on_gpu, host = machine.device.type == "cuda", sum(memory.host.values())
+        needs = f"about {format_bytes(self.needed if on_gpu else memory.allocated)}"
+        if on_gpu and self.gpu_bytes:
+            needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
+        if on_gpu and host:
+            needs += f" of the GPU, {format_bytes(host)} of the host"
+        yield f"Memory: each rank needs {needs}; {_describe_device(machine)}, {self.placed.placement.describe()}"
+        yield f"  {_named(memory.weights)}"
+        yield (
+            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}; each block without recompute keeps "
+            f"{format_bytes(memory.block)} more"
+        )
+        yield from (f"  {line}" for line in self.details())
+
+    def details(self) -> Iterator[str]:
+        """Lines about how long rows are computed, where they are divided."""
+        parts, memory, num_tokens = self.placed.model.meta.parts, self.placed.memory, self.placed.step.num_tokens
+        hidden = parts.model.config.get_text_config().hidden_size
+        mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
+        pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
+        if memory.recomputing and pieces > 1:
+            yield f"long rows: MLPs in {pieces} pieces of tokens"
+        if (ranks := self.placed.layout.context_size) > 1:
+            sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks)))
+            yield f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and pass"
+
+    def chart(self) -> Iterator[str]:
+        """A bar for each phase of a step, beside the GPU's memory."""
+        stays = sum(self._resident().values())
+        for name, sizes in self.placed.memory.phases.items():
+            whole = stays + sum(sizes.values())
+            columns = [round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)]
+            drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
+            yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
+        yield "  '#' stays there, '+' comes and goes, '|' is the end of the card"
+
+    def largest(self) -> Iterator[str]:
+        """The largest items at the peak."""
+        items = {**self._resident(), **self.placed.memory.phases[self.placed.memory.peak]}
+        for name, count in sorted(items.items(), key=lambda item: -item[1])[:_LARGEST]:
+            yield f"  {count / GIB:6.2f} GiB  {name}"
+
+    def _resident(self) -> dict[str, int]:
+        """Bytes of a GPU that are in use in each phase."""
+        memory = self.placed.memory
+        return {**memory.resident, "torch's allocator": memory.overhead, **self.beside_torch}
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in sizes.items() if count)
+
+
+def _describe_device(machine: Machine) -> str:
+    """The number of ranks and their device."""
+    device, name = machine.device, "the CPU"
+    if device.type == "cuda":
+        is_here, elsewhere = torch.cuda.is_available(), "GPUs that are not here (--device cpu plans for the CPU)"
+        name = torch.cuda.get_device_name(device) if is_here else elsewhere
+    return f"{machine.world_size} rank{'s' * (machine.world_size > 1)} on {name}"
+
+
+# --- variants ---
+
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -41,7 +131,7 @@ log = logging.getLogger("fsdp_qlora")
 # slowest link of gpus.yaml in 13 s (36 GB, 2.8 GB/s). 2^15 tokens take that GPU 220 s, so twice as many save 3%.
 _FEW_ROWS, _FEW_TOKENS = 16, 2**15
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
-# What --auto chooses: always, with the rows per step as they are; and where it is auto.
+# Options that --auto chooses: always, with the rows per step as they are; and where it is auto.
 _ALWAYS = ("batch_size", "gradient_accumulation_steps")
 _CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
 _OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen where the first is auto
@@ -167,8 +257,8 @@ class Planner:
         config = dataclasses.replace(self.config, **changes)
         if config.context_parallel_size == "auto":
             sizes = self._context_sizes(config)
-            found = [self.planned(**changes | _shared(config, size))._replace(shares=size) for size in sizes]
-            return fit(found, lambda each: each.needed_with_margin, self.request.bytes)
+            runs = [self.planned(**changes | _shared(config, size))._replace(shares=size) for size in sizes]
+            return fit(runs, lambda run: run.needed_with_margin, self.request.bytes)
         rows = self.rows(config)
         placed = place(config, self.model, rows.longest, blocks=self._measure(rows.longest, config.context_size))
         rate = tokens_per_second(placed, self._size, rows.micro_batch, self.request.gpu)
@@ -214,12 +304,12 @@ class Planner:
         if config.context_parallel_size == 1 and config.batching != "padded":
             sizes = self._context_sizes(dataclasses.replace(config, context_parallel_size="auto"))[1:]
             shared = [few | _shared(dataclasses.replace(config, **few), size) for size in sizes]
-            options += [each | more for each in shared for more in ({}, inputs)]
+            options += [changes | more for changes in shared for more in ({}, inputs)]
         options += [few | inputs, few | offloads | inputs]
         if config.longest_row > 512:
             options += [options[-1] | {"context_length": config.longest_row // 2}]
-        found = (self.planned(**{"recompute": "all"} | each) for each in options)
-        return (each for each in found if each.fits)
+        runs = (self.planned(**{"recompute": "all"} | changes) for changes in options)
+        return (run for run in runs if run.fits)
 
     # --- the fastest settings ---
 
@@ -234,18 +324,18 @@ class Planner:
             keeps_rows: keep the rows per step. Otherwise they double as long as that makes a step 5% faster: weights
                 that are gathered or come from the host do so once for all rows of a micro-batch.
         """
-        found = [each for changes in self._micro_batches() for each in self._places(changes)]
-        if not any(each.fits_with_margin for each in found) and self.config.recompute in ("auto", "all"):
+        runs = [run for changes in self._micro_batches() for run in self._places(changes)]
+        if not any(run.fits_with_margin for run in runs) and self.config.recompute in ("auto", "all"):
             inputs = {"recompute": "offload"}
-            found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
-        found, rows = _by_speed(found), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
+            runs += [run for changes in self._micro_batches() for run in self._places(changes | inputs)]
+        runs, rows = _by_speed(runs), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
         while rows <= self._most_rows and not keeps_rows:
             more = _by_speed(self._places({"batch_size": rows, "gradient_accumulation_steps": 1}))
-            is_worth_it = more[0].tokens_per_second > _WORTH * found[0].tokens_per_second
+            is_worth_it = more[0].tokens_per_second > _WORTH * runs[0].tokens_per_second
             if not (more[0].fits_with_margin and is_worth_it):
                 break
-            found, rows = _by_speed(more + found), 2 * rows
-        return found
+            runs, rows = _by_speed(more + runs), 2 * rows
+        return runs
 
     @property
     def _most_rows(self) -> int:
@@ -269,16 +359,16 @@ class Planner:
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
         config, blocks = self.config, self._size.blocks
-        asked = changes.get("recompute", config.recompute)
-        recompute = ["none", *range(1, blocks), "all"] if asked == "auto" else [asked]
-        places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
+        recompute_option = changes.get("recompute", config.recompute)
+        recompute = ["none", *range(1, blocks), "all"] if recompute_option == "auto" else [recompute_option]
+        places = {(place.sharding_strategy, place.offload): place for place in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():
             placed = {**changes, **chosen.options}
             yield self._first_that_fits("recompute", recompute, placed)
             if offload.embeddings and (strategy, Offload()) in places:
-                for each in dict.fromkeys([recompute[0], recompute[-1]]):
+                for blocks_recomputed in dict.fromkeys([recompute[0], recompute[-1]]):
                     yield self._first_that_fits(
-                        "use_cpu_offload", range(2, max(3, blocks)), placed | {"recompute": each}
+                        "use_cpu_offload", range(2, max(3, blocks)), placed | {"recompute": blocks_recomputed}
                     )
 
     def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> PlannedRun:
@@ -295,13 +385,13 @@ def _shared(config: TrainConfig, size: int) -> dict[str, Any]:
     return {"context_parallel_size": size, "gradient_accumulation_steps": config.gradient_accumulation_steps * size}
 
 
-def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
+def _by_speed(runs: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Sort: runs that fit with a margin, the fastest first; then the others, the nearest to it first."""
 
     def order(run: PlannedRun) -> tuple[int, float]:
         return (0, -run.tokens_per_second) if run.fits_with_margin else (1, run.report.needed)
 
-    return sorted(found, key=order)
+    return sorted(runs, key=order)
 
 
 # --- --auto ---
@@ -346,8 +436,8 @@ def choose_settings(
             chosen["recompute"] = best.config.recompute
     if store is not None:
         chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
-    asked = "--auto" if config.auto else "--context_parallel_size auto"
-    log.info("Settings of %s: %s.", asked, ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
+    option = "--auto" if config.auto else "--context_parallel_size auto"
+    log.info("Settings of %s: %s.", option, ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
     return chosen
 
 

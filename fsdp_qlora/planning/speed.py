@@ -1,7 +1,7 @@
 """Seconds of a step: operations and bytes counted from the shapes, divided by rates that published runs achieved.
 
-Of 33 published runs of the 2024 program, planned by the others of their GPU, the median error is 3% and the largest
-17%; of runs of other programs, which decided less, the median is 10%.
+33 published runs of the 2024 program, planned by the others of their GPU, have a median error of 3%, at most 17%; for
+runs of other programs, which decided less, the median is 10%.
 """
 
 import math
@@ -22,11 +22,11 @@ _PASSES = 400
 # table for an A100 (NF4 beside none, 7B: 79 ms for two passes) is 7, and kernels of 2025 are 1.4 to 2.1 times as fast
 # there (bitsandbytes#1747).
 DECODED_BYTES = 4.0
-# Of the host, to launch what a block does in a pass: a step takes no less. Qwen's table: 1.0 s for 8 micro-batches of
-# 256 as of 512 tokens, with 24 blocks in three passes.
+# Time of the host to launch what a block does in a pass: a step takes no less. Qwen's table: 1.0 s for 8 micro-batches
+# of 256 as of 512 tokens, with 24 blocks in three passes.
 _BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
-# Of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: CPU time of Python
-# and torch on the stand-in for CUDA, 0.92 s for 5,120 of Qwen3-30B-A3B's, on a busy EPYC. Adapted experts: 0.24 ms.
+# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: CPU time of
+# Python and torch on the stand-in for CUDA, 0.92 s for 5,120 of Qwen3-30B-A3B's, on an EPYC. Adapted experts: 0.24 ms.
 _PRODUCT_SECONDS = 1.8e-4
 
 
@@ -183,8 +183,8 @@ def size_of(parts: ModelParts) -> Size:
         linear=sum(map(math.prod, parts.matrices)) - sum(map(math.prod, routed)) + weights,
         mixture=Mixture(experts, chosen, len(routed), weights),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]
-        adapter=sum(number * kind.num_weights for kind, number in kinds if kind.in_adapter),
-        stored=sum(number * kind.num_bytes for kind, number in kinds if not kind.in_adapter),
+        adapter=sum(count * kind.num_weights for kind, count in kinds if kind.in_adapter),
+        stored=sum(count * kind.num_bytes for kind, count in kinds if not kind.in_adapter),
         is_decoded=any(kind.category == "codes" for kind, _ in kinds),
         trains_all=any(kind.category == "trainable" and not kind.in_adapter for kind, _ in kinds),
     )

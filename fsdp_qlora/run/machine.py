@@ -75,7 +75,7 @@ def _two_ranks() -> str:
 
 
 def _host_memory() -> str:
-    from fsdp_qlora.planning.checks import host_memory_free
+    from fsdp_qlora.planning.placement import host_memory_free
 
     return f"{_enough(host_memory_free(1), 4 * GIB, 'end other programs, or raise the limit of the container')} free"
 

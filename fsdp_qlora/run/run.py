@@ -45,12 +45,19 @@ from fsdp_qlora.export.write_results import check_uploads, leave_result, push_re
 from fsdp_qlora.model.adapters.first_values import start_values
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.placement import PlacedModel, check_resources
 from fsdp_qlora.planning.plan import read_model
-from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan, with_kept_context
+from fsdp_qlora.planning.run_plan import (
+    Measured,
+    Plan,
+    continued,
+    data_options,
+    make_plan,
+    run_facts,
+    with_kept_context,
+)
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
 from fsdp_qlora.run.rollouts import open_source, stops_of
 from fsdp_qlora.run.supervision import Extras, Guard

@@ -24,7 +24,7 @@ from fsdp_qlora.observability.metric_log import MetricLog, copy_records, cut_met
 from fsdp_qlora.observability.profiling import MemoryLog, profiling
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
-from fsdp_qlora.planning.facts import Measured
+from fsdp_qlora.planning.run_plan import Measured
 from fsdp_qlora.training.generation.generate import Samples
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 times --save_every if that is longer

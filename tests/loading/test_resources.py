@@ -21,11 +21,11 @@ from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import Offload
-from fsdp_qlora.planning import checks
+from fsdp_qlora.planning import placement
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.planning.report import PlanReport
+from fsdp_qlora.planning.search import PlanReport
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
@@ -100,17 +100,17 @@ def test_estimated_memory_is_shards_plus_training_overhead() -> None:
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
     needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
-    checks.check_resources(needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True)
+    placement.check_memory(needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True)
     # What another program holds, such as a rank that was killed just now, a later start may have.
     for size, error in ((6, OutOfMemory), (30, UserError)):
         words = rf"need {size}.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"
         with pytest.raises(error, match=words):
-            checks.check_resources(needs(resident={"weights": size * GIB}), CUDA, ranks_on_host=1, can_offload=True)
+            placement.check_memory(needs(resident={"weights": size * GIB}), CUDA, ranks_on_host=1, can_offload=True)
     memory = SimpleNamespace(available=2 * GIB, total=8 * GIB)
-    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(placement.psutil, "virtual_memory", lambda: memory)
     for size, error in ((3, OutOfMemory), (5, UserError)):
         with pytest.raises(error, match=f"needs {size}.0 GiB of host memory .* and 1.0 GiB are free"):
-            checks.check_resources(needs(host={"weights": size * GIB}), CPU, ranks_on_host=2, can_offload=True)
+            placement.check_memory(needs(host={"weights": size * GIB}), CPU, ranks_on_host=2, can_offload=True)
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
@@ -120,28 +120,28 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
     meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto")
-    size = checks.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
+    size = placement.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
         assert size == 4 * adapters
-        assert checks.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
+        assert placement.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
     else:  # whole, and in 16 bits though most of it may be held in 4
         tensors = load_file(models() / "model.safetensors").values()
         assert size == 2 * sum(tensor.numel() for tensor in tensors)
-    monkeypatch.setattr(checks, "free_disk", lambda folder: size)
-    checks.check_disk(tmp_path / "out", size)
+    monkeypatch.setattr(placement, "free_disk", lambda folder: size)
+    placement.check_disk(tmp_path / "out", size)
     with pytest.raises(UserError, match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
-        checks.check_disk(tmp_path / "out", size + 10 * 2**20)
+        placement.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
 def test_free_memory_respects_the_containers_limit(tmp_path: Path) -> None:
-    assert checks._cgroup_free(tmp_path) is None
+    assert placement._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\nactive_file 1500\n")
-    assert checks._cgroup_free(tmp_path) == 3000  # cached files are given back
+    assert placement._cgroup_free(tmp_path) == 3000  # cached files are given back
     (tmp_path / "memory.max").write_text("max\n")
-    assert checks._cgroup_free(tmp_path) is None
+    assert placement._cgroup_free(tmp_path) is None
 
 
 def _train_within(argv: list[str], extra_bytes: int) -> int:

@@ -21,10 +21,10 @@ from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.observability.report import make_page, read_run, write_at_end, write_report
-from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.planning.offers import make_planner
+from fsdp_qlora.planning.run_plan import Measured, data_facts, planned_speed
 from fsdp_qlora.planning.search import GpuOffer
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows

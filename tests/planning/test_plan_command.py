@@ -20,8 +20,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.models import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
-from fsdp_qlora.planning.known_models import find_model, known_config
-from fsdp_qlora.planning.offers import EXAMPLE, make_planner, read_offers
+from fsdp_qlora.planning.offers import EXAMPLE, find_model, known_config, make_planner, read_offers
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
 from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
