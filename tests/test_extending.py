@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from fsdp_qlora.data.text import formats, recognition
 from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
-from fsdp_qlora.training.generation.questions import PromptFormat, read_questions
-from fsdp_qlora.training.rl import builtin_rewards, rewards
+from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
+from fsdp_qlora.training.rl import rewards
 from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
@@ -114,8 +114,7 @@ def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "REWARD_FACTORIES", builtin_rewards.REWARD_FACTORIES.copy())
-    monkeypatch.setattr(builtin_rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES)
+    monkeypatch.setattr(rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES.copy())
     exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
     [found] = rewards.load_rewards(["contains:so it is=0.5"])
     batch = {"prompts": ["?"] * 2, "completions": ["so it is 3", "3"], "completion_ids": [[1]] * 2}

@@ -34,7 +34,7 @@ def export(args: argparse.Namespace) -> None:
     from fsdp_qlora.checkpoint import checkpoint
     from fsdp_qlora.checkpoint.saving import find_checkpoint
     from fsdp_qlora.export.model_folder import check_is_new
-    from fsdp_qlora.export.write_results import upload
+    from fsdp_qlora.export.save_results import upload
     from fsdp_qlora.run.load_model import result_form
 
     check_is_new(out)
@@ -194,7 +194,7 @@ def quantize(args: argparse.Namespace) -> None:
     no format for experts).
     """
     model, out = _folders(args)
-    from fsdp_qlora.export.quantize import quantize_model
+    from fsdp_qlora.export.model_folder import quantize_model
 
     double_quant, with_code = args.double_quant == "true", args.trust_remote_code == "true"
     quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)

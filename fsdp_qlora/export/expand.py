@@ -81,9 +81,7 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
     """The configuration with the blocks of `origins`: their number, and every list with an entry per block."""
     content = config.to_dict()
     text = config.get_text_config()
-    inside = content
-    if text is not config:
-        inside = next(part for name, part in content.items() if vars(config).get(name) is text)
+    inside = content if text is config else next(content[name] for name in content if vars(config).get(name) is text)
     old = text.num_hidden_layers
     for name, value in inside.items():
         if isinstance(value, list | tuple) and len(value) == old and not name.endswith(("_token_id", "_ids")):

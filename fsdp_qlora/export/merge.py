@@ -1,4 +1,8 @@
-"""Merges an adapter into its base: a model folder that loads without PEFT, written a piece of a tensor at a time."""
+"""Merges an adapter into its base: a model folder that loads without PEFT, computed and written a piece at a time.
+
+PEFT's own layers tell what an adapter changes. Shapes: a weight is [.., rows, columns], where the first dims number the
+experts; A [rank, in], B [out, rank].
+"""
 
 import contextlib
 import dataclasses
@@ -6,11 +10,17 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
@@ -22,23 +32,307 @@ from fsdp_qlora.distributed.process_group import process_group_closed, start_pro
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import Base, merged_documents
-from fsdp_qlora.export.merging import Changes, MergedModel, PeftFolder, open_adapter, split_ends
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
+from fsdp_qlora.model.adapters.first_values import subtract_product
 from fsdp_qlora.model.adapters.insert import LoraOptions, reduces_base
+from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
 from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.quantizers.bnb_4bit import PackedFormat, take_packed
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.sharding.loading.decoded import take_format
 from fsdp_qlora.sharding.loading.load_weights import load_quantized, match_tensors, quantized_layers
-from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD
+from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
+
+_NAME = "default"  # PEFT's, of the only adapter
+_PIECE = 2**23  # weights changed at a time, in float32
+
+
+class PeftFolder(NamedTuple):
+    """config: without the initial values, which the saved tensors replace. files: tensors by their names."""
+
+    path: Path
+    config: LoraConfig
+    files: WeightFiles
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, float32 on the CPU. Raises UserError if it is not finite."""
+        values = self.files.read_rows(name, 0, self.files.shape(name)[0]).float()
+        if not values.isfinite().all():
+            raise UserError(f"--adapter {self.path}: {name} has values that are not finite. Restore the file.")
+        return values
+
+
+def open_adapter(path: Path) -> PeftFolder:
+    """Open an adapter's folder; its tensors stay in the file until they are read. Raises UserError if damaged."""
+    read_config(path)
+    weights = weights_file(path)
+    read_header(weights)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            config = LoraConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(f"--adapter {path}: its adapter_config.json cannot be used ({error}).") from error
+    config.init_lora_weights = True
+    config.inference_mode = True
+    return PeftFolder(path, config, WeightFiles(path, file=weights.name))
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """W + s L R for each matrix of a weight; with a magnitude its rows are scaled to that length (DoRA).
+
+    left [experts, rows, rank], right [experts, rank, columns], magnitude [rows]: float32.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None = None
+
+    def apply(self, values: torch.Tensor, first: int) -> torch.Tensor:
+        """Change rows of the weight in place.
+
+        values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices, concatenated.
+        """
+        rows = self.left.shape[1]
+        done = 0
+        while done < len(values):
+            expert, row = divmod(first + done, rows)
+            part = values[done : done + rows - row]
+            part.addmm_(self.left[expert, row : row + len(part)], self.right[expert], alpha=self.scaling)
+            if self.magnitude is not None:
+                norm = torch.linalg.vector_norm(part, dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+                part.mul_((self.magnitude[row : row + len(part)] / norm)[:, None])
+            done += len(part)
+        return values
+
+    def reduced(self, values: torch.Tensor) -> torch.Tensor:
+        """The base that an adapter of doubled rank was trained on: a whole weight, flat, plus s times the product of
+        the second halves of L and R."""
+        half = self.left.shape[2] // 2
+        return subtract_product(values, 0, self.right[0, half:], -self.left[0, :, half:], self.scaling)
+
+    def trained(self) -> "LowRankUpdate":
+        """The first half of L and R: what was trained on that base."""
+        half = self.left.shape[2] // 2
+        return LowRankUpdate(self.left[..., :half], self.right[:, :half], self.scaling, self.magnitude)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The weight becomes the tensor `name` of the adapter's file.
+
+    is_copy: it is a module's own; else it takes the place of the base's tensor, which embeddings and head may share.
+    """
+
+    name: str
+    shape: torch.Size
+    is_copy: bool
+
+
+class Changes:
+    """The changes of an adapter, by the weights' names in the model. Raises UserError if they do not fit the base.
+
+    Args:
+        model: the base on the meta device; PEFT's layers are put into it.
+    Attributes:
+        layers: weight to which something is added -> path of PEFT's layer in the file, and that layer.
+        replaced: weight -> the tensor that takes its place.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
+        self.adapter = adapter
+        shapes = {canonical_name(name): tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                wrapped = get_peft_model(model, adapter.config, low_cpu_mem_usage=True)
+            except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
+                raise UserError(f"--adapter {adapter.path} does not fit this base: {error}") from error
+            expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        self.layers = dict(_lora_layers(wrapped, adapter))
+        self.replaced = _replacements(adapter, shapes, expected.keys())
+        own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
+        found = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
+        wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
+        if problems := "; ".join(tensor_differences(found, wanted)):
+            path = adapter.path
+            raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
+
+    def low_rank(self, weight: str) -> LowRankUpdate | None:
+        """Read the update that is added to a weight, or to the tensor that replaces it."""
+        if weight not in self.layers:
+            return None
+        (path, layer), adapter = self.layers[weight], self.adapter
+        scaling = layer.scaling[_NAME]
+        if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
+            lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
+            return LowRankUpdate(lora_A.T[None], lora_B.T[None], scaling)
+        lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
+        magnitude = f"{path}.lora_magnitude_vector"
+        lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
+        experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
+        all_A = lora_A.view(experts, -1, lora_A.shape[1])
+        all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)  # the order of PEFT's ParamWrapper
+        is_upright = not layer.fan_in_fan_out
+        if isinstance(layer, ParamWrapper) and experts > 1:
+            is_upright = layer._did_swap_in_out_features
+        if is_upright:
+            return LowRankUpdate(all_B, all_A, scaling, lengths)
+        return LowRankUpdate(all_A.mT, all_B.mT, scaling, lengths)
+
+
+def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
+    """(weight that is changed, (path of PEFT's layer in the file, that layer))."""
+    for path, layer in wrapped.named_modules():
+        if not isinstance(layer, LoraLayer) or _NAME not in layer.r:
+            continue
+        variants = [type(variant).__name__ for variant in layer.lora_variant.values()]
+        if variants not in ([], ["DoraLinearVariant"]) or (variants and layer.fan_in_fan_out):
+            raise UserError(f"--adapter {adapter.path}: {path} is of a kind that cannot be merged ({variants[0]}).")
+        leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        yield f"{canonical_name(path).removeprefix(PREFIX)}.{leaf}", (path, layer)
+
+
+def _replacements(adapter: PeftFolder, shapes: dict[str, torch.Size], expected: set[str]) -> dict[str, Replacement]:
+    """Tensors of the adapter's file that take the place of the base's: modules_to_save, biases, resized embeddings."""
+    found = {}
+    for name in adapter.files.files:
+        weight = canonical_name(name).removeprefix(PREFIX)
+        if weight in shapes:
+            found[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
+    return found
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A base with an adapter's changes.
+
+    weights: of the base. names: the tensors of the base's files that belong to the merged model. parameters: names of
+    the model's parameters. dtype: of the merged parameters; None for that of each in the base's files.
+    copies: a parameter that the base does not have -> the one it is made from: a head that shared the embeddings.
+    dequantize: weight -> its values after the run's quantizer, flat on the CPU, or None if it is not quantized; without
+        it, all are as in the base's files.
+    is_reduced: these are without the adapter's first values, so only what was trained is added (PiSSA, OLoRA).
+    """
+
+    weights: Weights
+    adapter: PeftFolder
+    changes: Changes
+    parameters: Mapping[str, torch.Size]
+    names: list[str]
+    dtype: torch.dtype | None
+    copies: Mapping[str, str]
+    dequantize: Callable[[str], torch.Tensor | None] | None = None
+    is_reduced: bool = False
+
+    def forms(self) -> dict[str, TensorForm]:
+        """Every tensor of the merged model's files, in the base's order."""
+        forms, files = {}, self.weights.files
+        for name in self._order():
+            parts = self._parts(name)
+            for part, _, _ in parts:
+                shape = self.shape(name) if len(parts) == 1 else files.shape(part)
+                forms[part] = TensorForm(self.dtype or self._own_dtype(name), tuple(shape))
+        rest = {name: files.form(name) for name in self.names if name not in forms}
+        return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
+
+    def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
+        forms, done = self.forms(), set()
+        for name in self._order():
+            for part, start, values in self._changed(name):
+                done.add(part)
+                yield part, start, values.to(forms[part].dtype)
+        for name in forms.keys() - done:
+            for start, stop in _spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
+                yield name, start, self.weights.files.read_flat(name, start, stop)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One of the model's parameters, in the dtype of the merged files."""
+        whole = torch.empty(self.shape(name).numel(), dtype=self.dtype or self._own_dtype(name))
+        done = 0
+        for _, _, values in self._changed(name):
+            whole[done : done + len(values)] = values
+            done += len(values)
+        return whole.view(self.shape(name))
+
+    def _order(self) -> list[str]:
+        """The parameters that are computed, in the order of the base's files."""
+        files = self.weights.files
+        known = [name for name in self.parameters if name in self.weights.sources or name in self.copies]
+        return sorted(known, key=lambda name: str(files.files[self._source(name)]))
+
+    def _source(self, name: str) -> str:
+        return self.weights.sources[self.copies.get(name, name)]
+
+    def _own_dtype(self, name: str) -> torch.dtype:
+        stored = self.weights.files.dtype(self._source(name))
+        return stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a merged parameter: embeddings may have been resized."""
+        change = self.changes.replaced.get(name)
+        return change.shape if change else self.parameters[name]
+
+    def _parts(self, name: str) -> list[TensorSlice]:
+        """The tensors of the merged files that make up a parameter."""
+        whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
+        is_new = name in self.copies or self.weights.packed or name in self.changes.replaced
+        return [whole] if is_new else self.weights.files.parts(self._source(name))
+
+    def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(tensor of the files, start, values) of the pieces of one parameter."""
+        change, replaced = self.changes.low_rank(name), self.changes.replaced.get(name)
+        if self.is_reduced and change:
+            change = change.trained()
+        dequantize = None if replaced else self.dequantize
+        whole = dequantize(self.copies.get(name, name)) if dequantize else None
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            if replaced:
+                return self.adapter.files.read_flat(replaced.name, start, stop)
+            return self.weights.files.read_flat(self._source(name), start, stop) if whole is None else whole[start:stop]
+
+        columns = self.parameters[name][-1] if self.parameters[name] else 1
+        before = 0
+        for part, first, last in self._parts(name):
+            for start, stop in _spans(last - first, columns):
+                values = read(before + start, before + stop)
+                if change:
+                    rows = values.float().view(-1, columns)
+                    values = change.apply(rows, (before + start) // columns).flatten()
+                yield part, start, values
+            before += last - first
+
+
+def _spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Pieces of whole rows."""
+    size = max(1, _PIECE // columns) * columns
+    return ((start, min(start + size, count)) for start in range(0, count, size))
+
+
+def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
+    """The head -> the embeddings, where the adapter changes one of these two that share a tensor in the base."""
+    if not has_tied_embeddings(model):
+        return {}
+    ends = {id(model.get_input_embeddings()): "", id(model.get_output_embeddings()): ""}
+    for path, module in model.named_modules():
+        if id(module) in ends:
+            ends[id(module)] = f"{path}.weight"
+    embeddings, head = ends.values()
+    own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced.get(name))]
+    return {head: embeddings} if any(own) or changes.layers.keys() & {embeddings, head} else {}
+
 
 # Files of the tokenizer, which are in the adapter's folder as the run used them.
 _TOKENIZER = (

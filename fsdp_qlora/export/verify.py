@@ -19,8 +19,7 @@ from tqdm import tqdm
 from fsdp_qlora.data.batches.micro_batch import pad_rows
 from fsdp_qlora.data.run_data import prepare_rows, record_of
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.export.merge import Merge
-from fsdp_qlora.export.merging import MergedModel
+from fsdp_qlora.export.merge import Merge, MergedModel
 from fsdp_qlora.export.model_folder import build_plain_model
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings

@@ -1,7 +1,7 @@
 """A run's metrics: the table of sinks, and the log that feeds them.
 
 `metrics.jsonl` is the complete record and is always written. No other sink may stop or stall training, least of all
-wandb, which needs a network (see wandb_sink.py).
+wandb, which needs a network (see sinks.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_qlora.config.marks import save_times
-from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink
-from fsdp_qlora.observability.wandb_sink import WandbSink
+from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink, WandbSink
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import staged_file
 from fsdp_qlora.utils.records import Record, numbers_in, parse_record, plain

@@ -40,7 +40,7 @@ from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, pla
 from fsdp_qlora.planning.search import PlanReport, choose_settings
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
-from fsdp_qlora.training.generation.questions import read_questions
+from fsdp_qlora.training.generation.generate import read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.rl.rewards import Reward, load_rewards
 from fsdp_qlora.utils.environment import describe_environment

@@ -1,5 +1,6 @@
-"""Loads the model of a run, from its plan to verified shards, and builds its trainer: for training and benchmarks."""
+"""Loads the model of a run, from its plan to verified shards, builds its trainer, and opens the source of its rows."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -12,14 +13,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.micro_batch import Collator
-from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.data.batches.schedule import RowSource, Schedule
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
@@ -28,8 +29,8 @@ from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.distributed.store import download_once
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.card import Base
-from fsdp_qlora.export.write_results import ResultForm
-from fsdp_qlora.model.adapters.first_values import initialize_adapters, set_magnitudes
+from fsdp_qlora.export.save_results import ResultForm, save_adapter
+from fsdp_qlora.model.adapters.first_values import LiveValues, initialize_adapters, set_magnitudes
 from fsdp_qlora.model.adapters.insert import fill_start, reduces_base
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture.fused import describe_fused
@@ -43,18 +44,23 @@ from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
-from fsdp_qlora.sharding.parallelize import materialize, shard_model
+from fsdp_qlora.sharding.parallelize import kept_gathered, materialize, shard_model
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
-from fsdp_qlora.training.forward import ForwardPass, log_probabilities
-from fsdp_qlora.training.lr_schedule import learning_rate
+from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
+from fsdp_qlora.training.generation.generate import PromptFormat, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
-from fsdp_qlora.training.trainer import Trainer, TrainerOptions
+from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine
+from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.training.rl.server import Server, ServerEngine
+from fsdp_qlora.training.rl.source import RolloutFile, Rollouts
+from fsdp_qlora.training.trainer import Trainer, TrainerOptions, learning_rate
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import bytes_of_variable
+from fsdp_qlora.utils.run_files import ADAPTERS
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -243,3 +249,58 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
         useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()
         log.info("The prompt of a pair is computed once: %.2f tokens of both answers per token computed.", useful)
     return reason is None
+
+
+def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
+    """The source of a run's rows: its data, or answers to its prompts."""
+    if not plan.data.prompts:
+        return plan.data.source
+    stops = stops_of(plan.model.tokenizer, trainer.model, plan.data.provenance["prompt"])
+    seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
+    looks_back = config.num_iterations > 1 or config.rollout_url
+    return Rollouts(
+        data=plan.data,
+        engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
+        scorer=Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
+        file=RolloutFile(folder),
+        ranks=trainer.ranks,
+        control=trainer.control,
+        text_of=stops.text_of,
+        logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
+        scale_rewards=config.scale_rewards,
+    )
+
+
+def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path) -> Engine:
+    """The engine that answers prompts. adapters: where those for a server go, with the beginning of their names."""
+    options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
+    model, generation, adapter = trainer.model, plan.generation, plan.model.adapter
+    if config.rollout_url:
+        assert adapter is not None
+        values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
+        return ServerEngine(
+            Server(config.rollout_url, (config.model_name, config.base_name), 60 * config.hang_minutes or 1e7),
+            lambda folder: save_adapter(model, adapter, None, folder, values=values),
+            adapters,
+            trainer.ranks,
+            trainer.control,
+            stops,
+            options,
+            vocab_size=model.get_input_embeddings().num_embeddings,
+        )
+    assert generation is not None
+    return EmbeddedEngine(
+        partial(TextGenerator, model, trainer.ranks, plan.model.precision, stops),
+        trainer.ranks,
+        trainer.control,
+        options,
+        generation.at_a_time,
+        partial(kept_gathered, model) if generation.gathered else contextlib.nullcontext,
+    )
+
+
+def stops_of(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, record: dict[str, Any]) -> Stops:
+    """When an answer ends, by the model and the text around prompts, as of data/text/rendering.py."""
+    prompt_format = PromptFormat(tokenizer, record)
+    prompt_format.close()
+    return Stops(tokenizer, model, prompt_format.stop_text)

@@ -112,7 +112,7 @@ def _hub() -> str:
 
 
 def _wandb() -> str:
-    from fsdp_qlora.observability.wandb_sink import WandbSink, online_mode
+    from fsdp_qlora.observability.sinks import WandbSink, online_mode
 
     try:
         return WandbSink.problem() or str(online_mode())

@@ -27,12 +27,13 @@ from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.run.load_model import fetch_weights, load_model
 from fsdp_qlora.training.generation.generate import (
     Completion,
+    PromptFormat,
     SamplingOptions,
     Stops,
     TextGenerator,
+    chosen_format,
     gather_completions,
 )
-from fsdp_qlora.training.generation.questions import PromptFormat, chosen_format
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 
 log = logging.getLogger("fsdp_qlora")

@@ -41,7 +41,7 @@ from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
-from fsdp_qlora.export.write_results import check_uploads, leave_result, push_result, save_result
+from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
 from fsdp_qlora.model.adapters.first_values import start_values
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
@@ -58,15 +58,21 @@ from fsdp_qlora.planning.run_plan import (
     run_facts,
     with_kept_context,
 )
-from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, precompute_reference, result_form
-from fsdp_qlora.run.rollouts import open_source, stops_of
+from fsdp_qlora.run.load_model import (
+    build_trainer,
+    fetch_weights,
+    load_model,
+    open_source,
+    precompute_reference,
+    result_form,
+    stops_of,
+)
 from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.training.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, TextGenerator
-from fsdp_qlora.training.generation.questions import PromptFormat
+from fsdp_qlora.training.generation.generate import SAMPLE_TOKENS, PromptFormat, Samples, SamplingOptions, TextGenerator
 from fsdp_qlora.training.loop import train
-from fsdp_qlora.training.rl.client import check_server
+from fsdp_qlora.training.rl.server import check_server
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError

@@ -152,8 +152,7 @@ class _RowExchange:
 
     def own_rows(self) -> torch.Tensor:
         """This rank's rows, on the device that stores them."""
-        weight: Any = self.module.weight
-        return local_part(weight)
+        return local_part(self.module.weight)  # type: ignore[arg-type]
 
     def _replace(self, weight: torch.Tensor) -> None:
         self._shared = self.module._parameters["weight"]

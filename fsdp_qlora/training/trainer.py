@@ -28,6 +28,20 @@ log = logging.getLogger("fsdp_qlora")
 _FIRST_SCALE = 2.0**16  # of the loss in fp16; this and the next: defaults of torch.amp.GradScaler
 _SCALE_GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale is doubled
 _SMALLEST_SCALE = 1.0  # no scaling: an overflow is then the model's own
+# name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0: linear warm-up, then the schedule."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * SCHEDULES[schedule](progress)
 
 
 @dataclass(frozen=True)
@@ -262,9 +276,8 @@ class Trainer:
 class LossScale:
     """The factor on the loss in fp16 (Micikevicius et al. 2018), which keeps small gradients from becoming zero.
 
-    It is halved when gradients overflow, and doubled after many steps without an overflow.
-
-    Every rank computes it from the same gradient norms, so all agree. Without scaling it stays 1.
+    It is halved when gradients overflow, and doubled after many steps without an overflow. Every rank computes it from
+    the same gradient norms, so all agree. Without scaling it stays 1.
     """
 
     def __init__(self, *, enabled: bool) -> None:

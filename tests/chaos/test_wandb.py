@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.observability import wandb_sink
+from fsdp_qlora.observability import sinks
 from fsdp_qlora.observability.metric_log import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.observability.sinks import SinkOptions, reason
-from fsdp_qlora.observability.wandb_sink import WandbSink
+from fsdp_qlora.observability.sinks import SinkOptions, WandbSink, reason
 from fsdp_qlora.utils.records import numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
@@ -181,7 +180,7 @@ def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
             patch.setenv("WANDB_MODE", "offline")
         else:
             server.stop()
-            patch.setattr(wandb_sink, "INIT_SECONDS", 2.0)
+            patch.setattr(sinks, "INIT_SECONDS", 2.0)
         with open_log(tmp_path) as log:
             log_steps(log, range(1, 4), eval_steps=(2,))
     assert server.num_requests == 0
@@ -209,10 +208,10 @@ def test_a_silent_wandb_server_delays_neither_start_nor_end(server: WandbServer,
     program = f"""
 import logging, sys
 from pathlib import Path
-from fsdp_qlora.observability import wandb_sink
+from fsdp_qlora.observability import sinks
 from tests.chaos.test_wandb import log_steps, open_log
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-wandb_sink.INIT_SECONDS = wandb_sink.TEARDOWN_SECONDS = 1.0
+sinks.INIT_SECONDS = sinks.TEARDOWN_SECONDS = 1.0
 with open_log(Path({str(tmp_path)!r})) as log:
     log_steps(log, range(1, 2))
 """
@@ -242,7 +241,7 @@ def test_wandb_errors_are_reported_once_and_delay_no_step(
     monkeypatch.setattr(wandb.Run, "log", fail)
     if trouble == "a hang":
         monkeypatch.setattr(WandbSink, "finish_seconds", 0.5)
-        monkeypatch.setattr(wandb_sink, "TEARDOWN_SECONDS", 2.0)
+        monkeypatch.setattr(sinks, "TEARDOWN_SECONDS", 2.0)
 
     def steps() -> None:
         with open_log(tmp_path) as log:

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.export import card, merging, verify
+from fsdp_qlora.export import card, verify
+from fsdp_qlora.export import merge as merging
 from fsdp_qlora.utils import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.reference import LINEARS

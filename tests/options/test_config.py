@@ -396,7 +396,7 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.model.architecture.precision import PRECISIONS
     from fsdp_qlora.observability.metric_log import SINKS
     from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-    from fsdp_qlora.training.lr_schedule import SCHEDULES
+    from fsdp_qlora.training.trainer import SCHEDULES
 
     hints = option_types()
     tables = {"train_type": TRAIN_TYPES, "precision": PRECISIONS, "sharding_strategy": SHARDING_STRATEGIES}

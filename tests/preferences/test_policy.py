@@ -12,8 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.training.generation.generate import Completion
-from fsdp_qlora.training.rl.records import Rollout
-from fsdp_qlora.training.rl.source import advantages, metrics_of
+from fsdp_qlora.training.rl.source import Rollout, advantages, metrics_of
 from tests.preferences.answers import ANSWERS, CASES, END, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
 from tests.preferences.pairs import sketch
 from tests.tiny import on_ranks

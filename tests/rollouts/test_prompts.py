@@ -21,7 +21,7 @@ from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.training.generation.questions import read_questions
+from fsdp_qlora.training.generation.generate import read_questions
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_tokenizer, write_rows
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.training.generation.generate import Completion
-from fsdp_qlora.training.rl.records import Rollout, RolloutFile
 from fsdp_qlora.training.rl.rewards import Reward, Scorer, load_rewards
-from fsdp_qlora.training.rl.source import advantages, metrics_of
+from fsdp_qlora.training.rl.source import Rollout, RolloutFile, advantages, metrics_of
 from fsdp_qlora.utils.errors import RolloutError, UserError
 
 pytestmark = pytest.mark.quick

@@ -17,7 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.export import write_results as write
+from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -60,7 +60,7 @@ def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = No
     import train
 
     os.environ["HF_TOKEN"] = TOKEN
-    write.HfApi = lambda: Hub(is_private=is_private, takes_commits=False)  # type: ignore[assignment, misc]
+    saving.HfApi = lambda: Hub(is_private=is_private, takes_commits=False)  # type: ignore[assignment, misc]
     return train.main(argv)
 
 
@@ -77,13 +77,13 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
     assert statuses == [0, 0] and said.count("The upload to owner/result failed: ") == 1, said
     assert "no right to write" in said and TOKEN not in said
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr(write, "HfApi", lambda: hub)
+    monkeypatch.setattr(saving, "HfApi", lambda: hub)
     hub = Hub()
     assert main(["export", str(out), *flags(out=made, push_to_hub="owner/result")]) == 0
     names = json.loads((made / "result.json").read_text())["files"]
     assert hub.files == {name: (made / name).read_bytes() for name in names} and hub.is_private
     assert hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
-    assert write.upload(out, "owner/result") is None
+    assert saving.upload(out, "owner/result") is None
     assert hub.files["best/adapter_config.json"] == (out / "best" / "adapter_config.json").read_bytes()
 
 
@@ -104,11 +104,11 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
 def test_a_repository_is_checked_before_training(
     repo: str, is_private: bool | None, login: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "get_token", lambda: login.get("token", TOKEN))
-    monkeypatch.setattr(write, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
+    monkeypatch.setattr(saving, "get_token", lambda: login.get("token", TOKEN))
+    monkeypatch.setattr(saving, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
     for option, value in (("push_to_hub", repo), ("mirror", f"hf:{repo}")):
         config = TrainConfig(**{option: value})
         with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-            write.check_uploads(config)
+            saving.check_uploads(config)
         if is_private is False:
-            write.check_uploads(dataclasses.replace(config, **{option: f"{value}:public"}))
+            saving.check_uploads(dataclasses.replace(config, **{option: f"{value}:public"}))

@@ -1,14 +1,18 @@
-"""The engine of a run's rollouts: what answers its prompts, its own model or a server; how ranks wait for it."""
+"""The engine of a run's rollouts: its own model or a server (server.py) answers its prompts; how ranks wait for it."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
-from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import begun
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, TextGenerator, gather_completions
 from fsdp_qlora.utils.errors import RolloutError, RunStopped
 
 _PULSE_SECONDS = 0.5  # between two signs of life
@@ -54,3 +58,31 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
         if task:
             text = task.result()
     return all_gather_strings(text, ranks.device)[0]
+
+
+@dataclass(eq=False)
+class EmbeddedEngine:
+    """Answers prompts as `Engine` says, the same on any number of ranks.
+
+    options: with the run's seed. at_a_time: answers of a rank in one batch, which shares its cache. gathered: the block
+    in which weights may stay gathered.
+    """
+
+    generator_with: Callable[[SamplingOptions], TextGenerator]
+    ranks: Ranks
+    control: Control
+    options: SamplingOptions
+    at_a_time: int
+    gathered: Callable[[], contextlib.AbstractContextManager[None]]
+
+    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        seed = derive_seed("rollouts", self.options.seed, number)
+        generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
+        rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
+        places, own = range(rank, count, number_of_ranks), dict[int, Completion]()
+        beat = partial(check_stop, self.control, self.ranks, version)
+        with self.gathered():
+            for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
+                batch = {place: prompts[place] for place in places[first : first + self.at_a_time]}
+                own |= generator.generate(batch, beat=beat)
+        return gather_completions(own, self.ranks.device)
