@@ -36,12 +36,12 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 30_718,
-    "files of the library": 143,
+    "lines of the library": 30_642,
+    "files of the library": 142,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 92,
-    "lines of tests": 25_488,
+    "lines of tests": 25_485,
     "files that name recompute": 23,
     "mentions of world_size outside the layout": 85,
     "places that ask for the kind of rows": 20,
@@ -186,7 +186,7 @@ def advice(grown: Mapping[str, int]) -> str:
 
 
 def test_docstrings_and_help_begin_with_their_subject() -> None:
-    being_worded = {"context", "observability", "planning", "training"}
+    being_worded = {"planning"}
     trees = [(module, tree) for module, tree in MODULES.items() if not being_worded & {*module.split(".")}]
     expressions = [
         (module, node.value) for module, tree in trees for node in ast.walk(tree) if isinstance(node, ast.Expr)

@@ -24,9 +24,9 @@ class ContextGroup:
 
     def own(self, length: int, rank: int | None = None) -> slice:
         """The part of this rank, or of another of the group, among so many tokens or heads."""
-        each = length // self.size
-        first = each * (self.rank if rank is None else rank)
-        return slice(first, first + each)
+        count = length // self.size
+        first = count * (self.rank if rank is None else rank)
+        return slice(first, first + count)
 
     def to_heads(self, *projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [1, H, T / N, D], keys and values [1, G, T / N, D] of a rank's tokens become those of its heads.
@@ -39,12 +39,12 @@ class ContextGroup:
         query, *others = projected
         repeats = self.size // math.gcd(self.size, others[0].shape[1])
         if repeats > 1:
-            others = [each.repeat_interleave(repeats, dim=1) for each in others]
-        parts = (each[0].unflatten(0, (self.size, -1)).transpose(1, 2) for each in (query, *others))
-        return tuple(self._exchanged(each).flatten(0, 1).transpose(0, 1)[None] for each in parts)
+            others = [heads.repeat_interleave(repeats, dim=1) for heads in others]
+        parts = (heads[0].unflatten(0, (self.size, -1)).transpose(1, 2) for heads in (query, *others))
+        return tuple(self._exchanged(part).flatten(0, 1).transpose(0, 1)[None] for part in parts)
 
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
-        """What attention gives for a rank's heads, [T, H / N, D], becomes that of its tokens, [T / N, H, D]."""
+        """The outputs of attention for a rank's heads, [T, H / N, D], become those of its tokens, [T / N, H, D]."""
         return self._exchanged(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,10 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         ctx.group, parts = group, parts.contiguous()
-        found = torch.empty_like(parts)
+        received = torch.empty_like(parts)
         if not parts.is_meta:
-            dist.all_to_all_single(found, parts, group=group)
-        return found
+            dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -75,9 +75,9 @@ class _AllToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group, found = group, values.clone()
-        dist.all_reduce(found, group=group)
-        return found
+        ctx.group, total = group, values.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

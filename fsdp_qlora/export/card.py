@@ -56,7 +56,7 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    found, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
+    installed, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
     record = {
         "format": 1,
         "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
@@ -71,7 +71,7 @@ def training_record(
         "data": about.get("data", []),
         "eval_data": about.get("eval_data", []),
         "settings": identity_settings(about["options"])[0],
-        "versions": {name: found[name] for name in shown if name in found},
+        "versions": {name: installed[name] for name in shown if name in installed},
     }
     # As in a checkpoint's JSON, so that a run and `export` write the same.
     return dict(json.loads(json.dumps(redact_values(record))))
@@ -114,7 +114,8 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
     )
     prompt, eval_loss = record["prompt"], record["losses"].get("eval_loss")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["name"] = _escape
+    # A name from outside in Markdown: one line, and no markup.
+    environment.filters["name"] = lambda name: re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))
     return environment.from_string(_TEMPLATE.read_text()).render(
         {"merged": None, **record},
         metadata=metadata.to_yaml(),
@@ -125,8 +126,3 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
         changed=identity_settings(record["settings"])[1],
     )
-
-
-def _escape(name: object) -> str:
-    """A name from outside in Markdown: one line, and no markup."""
-    return re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))

@@ -16,13 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.export.model_folder import (
-    build_plain_model,
-    check_is_new,
-    new_model_folder,
-    new_weights,
-    read_pieces,
-)
+from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.bnb_4bit import take_packed
 from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
@@ -73,7 +67,7 @@ def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
             f"--expansion_rate {expansion_rate} would add {count} blocks to the model's {num_blocks}. Give a share "
             f"of new blocks from {1 / num_blocks:.3g} (one block) to 1."
         )
-    copied = {(number + 1) * num_blocks // count - 1 for number in range(count)}
+    copied = {(group + 1) * num_blocks // count - 1 for group in range(count)}
     return [block for block in range(num_blocks) for _ in range(1 + (block in copied))]
 
 
@@ -171,9 +165,9 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     )
     hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
     torch.func.functional_call(parent, values, kwargs={"inputs_embeds": hidden, "use_cache": False})
-    given, output = seen
+    inputs, output = seen
     output = output[0] if isinstance(output, tuple) else output
-    if not torch.equal(given, output):
+    if not torch.equal(inputs, output):
         raise UserError(
             f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} changes its input. "
             "Give a model of another family."

@@ -7,7 +7,6 @@ experts; A [rank, in], B [out, rank].
 import contextlib
 import dataclasses
 import json
-import logging
 import shutil
 import sys
 import warnings
@@ -50,8 +49,6 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD
 from fsdp_qlora.utils.safetensors_files import TensorForm
-
-log = logging.getLogger("fsdp_qlora")
 
 _NAME = "default"  # PEFT's, of the only adapter
 _PIECE = 2**23  # weights changed at a time, in float32
@@ -162,9 +159,9 @@ class Changes:
         self.layers = dict(_lora_layers(wrapped, adapter))
         self.replaced = _replacements(adapter, shapes, expected.keys())
         own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
-        found = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
+        stored = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
         wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
-        if problems := "; ".join(tensor_differences(found, wanted)):
+        if problems := "; ".join(tensor_differences(stored, wanted)):
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
@@ -205,12 +202,12 @@ def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str,
 
 def _replacements(adapter: PeftFolder, shapes: dict[str, torch.Size], expected: set[str]) -> dict[str, Replacement]:
     """Tensors of the adapter's file that take the place of the base's: modules_to_save, biases, resized embeddings."""
-    found = {}
+    replacements = {}
     for name in adapter.files.files:
         weight = canonical_name(name).removeprefix(PREFIX)
         if weight in shapes:
-            found[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
-    return found
+            replacements[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
+    return replacements
 
 
 @dataclass(frozen=True)
@@ -269,8 +266,8 @@ class MergedModel:
     def _order(self) -> list[str]:
         """The parameters that are computed, in the order of the base's files."""
         files = self.weights.files
-        known = [name for name in self.parameters if name in self.weights.sources or name in self.copies]
-        return sorted(known, key=lambda name: str(files.files[self._source(name)]))
+        computed = [name for name in self.parameters if name in self.weights.sources or name in self.copies]
+        return sorted(computed, key=lambda name: str(files.files[self._source(name)]))
 
     def _source(self, name: str) -> str:
         return self.weights.sources[self.copies.get(name, name)]

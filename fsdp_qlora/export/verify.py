@@ -95,9 +95,9 @@ def _evaluate(
     predictions = [_predict(merge, model, [row.ids for row in rows], ranks, done) for model in merged.values()]
     for row, *logits in zip(rows, *predictions, strict=True):
         chosen, targets = row.places.to(ranks.device), row.targets.to(ranks.device)
-        trained, *_ = found = [one[chosen].log_softmax(dim=-1) for one in logits]
+        trained, *_ = logps = [one[chosen].log_softmax(dim=-1) for one in logits]
         count += len(chosen)
-        for name, one in zip(merged, found, strict=True):
+        for name, one in zip(merged, logps, strict=True):
             losses[name].append(F.nll_loss(one, targets, reduction="sum").item())
             divergences[name] += F.kl_div(one, trained, log_target=True, reduction="sum").item()
     return {name: Result(np.array(losses[name]), divergences[name] / max(count, 1)) for name in merged}

@@ -30,8 +30,6 @@ from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
-# --- the log -------------------------------------------------------------------------------------------
-
 
 class MetricLog:
     """Passes each record to every sink. Without sinks (on all ranks but 0) every call does nothing.
@@ -97,7 +95,7 @@ class MetricLog:
         for name, result in record.get("eval_sets", {}).items():
             log.info(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
         if numbers := numbers_in(record.get("eval_tasks", {})):
-            log.info("  " + "  ".join(f"{name} {number:.4f}" for name, number in numbers.items()))
+            log.info("  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
 
     def flush(self) -> None:
         """Make every record so far durable: a checkpoint must not outlive the records before it."""
@@ -139,9 +137,6 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     return MetricLog(opened, options)
 
 
-# --- text output ---------------------------------------------------------------------------------------
-
-
 # Key of a record -> its text. Keys that a record lacks are left out.
 COLUMNS: dict[str, str] = {
     "step": "step {}",
@@ -172,16 +167,13 @@ def _line(record: Record, columns: Sequence[str]) -> str:
     parts = []
     for column in columns:
         if column in record:
-            number = max(numbers_in(record[column]).values(), default=math.nan)
-            parts.append(COLUMNS[column].format(number))
+            largest = max(numbers_in(record[column]).values(), default=math.nan)
+            parts.append(COLUMNS[column].format(largest))
     return "  ".join(parts)
 
 
 def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-# --- sinks on this machine -----------------------------------------------------------------------------
 
 
 class JsonlSink(Sink):

@@ -35,18 +35,18 @@ class MemoryLog:
 
 
 @contextlib.contextmanager
-def profiling(asked: tuple[str, ...], output: Path, ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Record steps, if any are `asked` for as by --profile; gives what is called after each optimizer step.
+def profiling(settings: tuple[str, ...], output: Path, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    """Record steps, if `settings` has any, as --profile does; gives what is called after each optimizer step.
 
     Each rank writes a summary, a trace and, if asked for, a timeline of its memory, to `output`.
     """
-    steps = profiled_steps(asked)
+    steps = profiled_steps(settings)
     if steps is None:
         yield lambda: None
         return
     first, last = steps
     output.mkdir(parents=True, exist_ok=True)
-    has_memory = "memory" in asked
+    has_memory = "memory" in settings
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -55,8 +55,8 @@ def profiling(asked: tuple[str, ...], output: Path, ranks: Ranks) -> Iterator[Ca
         activities=activities,
         schedule=schedule(wait=first - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1),
         on_trace_ready=partial(_write, output / f"rank{ranks.rank}_steps{first}-{last}", str(ranks.device), has_memory),
-        with_stack=has_memory or "stack" in asked,
-        record_shapes=has_memory or "shapes" in asked,
+        with_stack=has_memory or "stack" in settings,
+        record_shapes=has_memory or "shapes" in settings,
         profile_memory=has_memory,
     )
     try:
@@ -64,7 +64,7 @@ def profiling(asked: tuple[str, ...], output: Path, ranks: Ranks) -> Iterator[Ca
             yield profiler.step
     finally:
         if profiler.step_num < last:
-            log.warning("--profile %s: the run ended after %d steps.", " ".join(asked), profiler.step_num)
+            log.warning("--profile %s: the run ended after %d steps.", " ".join(settings), profiler.step_num)
 
 
 def _write(stem: Path, device: str, has_memory: bool, profiler: profile) -> None:

@@ -194,8 +194,8 @@ def _answers(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
     prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
     texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
-    found = zip(rows, prompts, texts, strict=True)
-    return [{"step": row["step"], "prompt": asked[:_MOST_CHARACTERS], "text": text} for row, asked, text in found]
+    samples = zip(rows, prompts, texts, strict=True)
+    return [{"step": row["step"], "prompt": prompt[:_MOST_CHARACTERS], "text": text} for row, prompt, text in samples]
 
 
 def _number(value: object) -> float:

@@ -112,7 +112,7 @@ class QueuedSink(Sink):
         raise NotImplementedError
 
     def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of the records of earlier starts that the library lacks."""
+        """The records of earlier starts that the library lacks."""
         return earlier
 
     def finish(self, exit_code: int) -> None:
@@ -182,8 +182,8 @@ class TensorBoardSink(QueuedSink):
         return writer
 
     def log(self, record: Record) -> None:
-        for name, number in curves(record).items():
-            self.client.add_scalar(name, number, record["step"])
+        for name, value in curves(record).items():
+            self.client.add_scalar(name, value, record["step"])
 
     def flush(self) -> None:
         self.post(lambda: self.client.flush())
@@ -202,12 +202,12 @@ def named_numbers(record: Record) -> dict[str, float]:
     numbers = numbers_in(record)
     if "eval_loss" not in record:
         return numbers
-    return {name if name.startswith("eval_") else f"eval_{name}": number for name, number in numbers.items()}
+    return {name if name.startswith("eval_") else f"eval_{name}": value for name, value in numbers.items()}
 
 
 def curves(record: Record) -> dict[str, float]:
     """The named numbers of a record that are drawn by step."""
-    return {name: number for name, number in named_numbers(record).items() if not name.endswith("step")}
+    return {name: value for name, value in named_numbers(record).items() if not name.endswith("step")}
 
 
 # Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server has died

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import PAIRS, LossSettings
@@ -52,15 +52,14 @@ from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_lo
 from fsdp_qlora.training.generation.generate import PromptFormat, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
-from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine
+from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine
 from fsdp_qlora.training.rl.rewards import Scorer
-from fsdp_qlora.training.rl.server import Server, ServerEngine
-from fsdp_qlora.training.rl.source import RolloutFile, Rollouts
-from fsdp_qlora.training.trainer import Trainer, TrainerOptions, learning_rate
+from fsdp_qlora.training.rl.source import Rollouts
+from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import bytes_of_variable
-from fsdp_qlora.utils.run_files import ADAPTERS
+from fsdp_qlora.utils.run_files import ADAPTERS, ROLLOUTS_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -148,7 +147,9 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
     """The trainer of a loaded model, with its optimizer. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
-    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact(config))
+    quantizer = config.kind.quantizer
+    is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
+    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
     schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, probed)
     optimizer = ShardedOptimizer(
         model,
@@ -185,13 +186,10 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     )
     forward.probe()
     options = TrainerOptions(
-        lr_at=partial(
-            learning_rate,
-            peak=config.learning_rate,
-            schedule=config.lr_scheduler,
-            warmup_steps=plan.warmup_steps,
-            total_steps=plan.schedule.total_steps,
-        ),
+        peak_lr=config.learning_rate,
+        lr_schedule=config.lr_scheduler,
+        warmup_steps=plan.warmup_steps,
+        total_steps=plan.schedule.total_steps,
         max_grad_norm=config.grad_norm or math.inf,
         num_replicas=plan.placed.layout.num_replicas,
         sync_every_micro_batch=not plan.placed.placement.accumulates,
@@ -214,10 +212,10 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
         names += ["seed", *names_marked(OF_ADAPTER)]
     of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
     [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
-    rows = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
-    forward = trainer.forward
-    found = [add_reference(each, [key], partial(log_probabilities, forward, each), forward.ranks) for each in rows]
-    return dataclasses.replace(data, train=found[0], evaluation=found[-1])
+    tables = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
+    compute = partial(log_probabilities, trainer.forward)
+    tables = [add_reference(table, [key], partial(compute, table), trainer.ranks) for table in tables]
+    return dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
 
 
 def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
@@ -232,12 +230,6 @@ def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
     no_packing = ", and --batching packed has no effect" if plan.schedule.batching == "packed" else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     return dataclasses.replace(plan.schedule, batching="padded")
-
-
-def is_exact(config: TrainConfig) -> bool:
-    """Whether a token's values in float32 are the same in another batch."""
-    quantizer = config.kind.quantizer
-    return quantizer is None or QUANTIZERS[quantizer].linear.is_exact
 
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
@@ -255,14 +247,16 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     """The source of a run's rows: its data, or answers to its prompts."""
     if not plan.data.prompts:
         return plan.data.source
-    stops = stops_of(plan.model.tokenizer, trainer.model, plan.data.provenance["prompt"])
+    prompt_format = PromptFormat(plan.model.tokenizer, plan.data.provenance["prompt"])
+    prompt_format.close()
+    stops = Stops(plan.model.tokenizer, trainer.model, prompt_format.stop_text)
     seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
     looks_back = config.num_iterations > 1 or config.rollout_url
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
         scorer=Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
-        file=RolloutFile(folder),
+        path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
         control=trainer.control,
         text_of=stops.text_of,
@@ -297,10 +291,3 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
         generation.at_a_time,
         partial(kept_gathered, model) if generation.gathered else contextlib.nullcontext,
     )
-
-
-def stops_of(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, record: dict[str, Any]) -> Stops:
-    """When an answer ends, by the model and the text around prompts, as of data/text/rendering.py."""
-    prompt_format = PromptFormat(tokenizer, record)
-    prompt_format.close()
-    return Stops(tokenizer, model, prompt_format.stop_text)

@@ -94,9 +94,9 @@ class LoadedModel:
         self.stops = Stops(tokenizer, model, self.format.stop_text)
         self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
-    def stream(self, asked: PromptContent, number: int, output: Any) -> str:
+    def stream(self, question: PromptContent, index: int, output: Any) -> str:
         """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
-        prompts = {number: self.format.ids(asked)} if self.ranks.is_rank_0 else {}
+        prompts = {index: self.format.ids(question)} if self.ranks.is_rank_0 else {}
         printed = 0
         held = len(self.format.stop_text)
 
@@ -110,17 +110,17 @@ class LoadedModel:
         made = self._generator.generate(prompts, show)
         if not made:
             return ""
-        text = self.stops.text_of(made[number].token_ids)
+        text = self.stops.text_of(made[index].token_ids)
         print(text[printed:], file=output, flush=True)
         return text
 
-    def answer_all(self, asked: Sequence[PromptContent], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    def answer_all(self, questions: Sequence[PromptContent], batch_size: int) -> Iterator[list[dict[str, Any]]]:
         """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
         every rank."""
         size = batch_size * self.ranks.world_size
-        for start in range(0, len(asked), size):
-            mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)
-            own = self._generator.generate({number: self.format.ids(asked[number]) for number in mine})
+        for start in range(0, len(questions), size):
+            mine = range(start + self.ranks.rank, min(start + size, len(questions)), self.ranks.world_size)
+            own = self._generator.generate({index: self.format.ids(questions[index]) for index in mine})
             yield [self._result(completion) for completion in gather_completions(own, torch.device("cpu"))]
 
     def _result(self, said: Completion) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def answer_file(
     """
     done = []
     with tqdm(total=len(rows), unit=" prompts", disable=not model.ranks.is_rank_0 or not sys.stderr.isatty()) as bar:
-        for results in model.answer_all([asked for _, asked in rows], batch_size):
+        for results in model.answer_all([question for _, question in rows], batch_size):
             done += results
             bar.update(len(results))
     if model.ranks.is_rank_0:
@@ -155,18 +155,18 @@ def chat(model: LoadedModel, system: str) -> None:
     # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
     waiting = dist.new_group(timeout=_IDLE, backend="gloo")
     first = [{"role": "system", "content": system}] if system else []
-    messages, number = first, 0
+    messages, turn = first, 0
     if model.ranks.is_rank_0 and is_terminal:
         print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
     while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:
         if not line:
             messages = first
             continue
-        asked = Chat([*messages, {"role": "user", "content": line}])
-        text = model.stream(asked, number, sys.stdout)
-        number += 1
+        question = Chat([*messages, {"role": "user", "content": line}])
+        text = model.stream(question, turn, sys.stdout)
+        turn += 1
         if model.format.keeps_history:
-            messages = [*asked.messages, {"role": "assistant", "content": text}]
+            messages = [*question.messages, {"role": "assistant", "content": text}]
 
 
 def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> str | None:

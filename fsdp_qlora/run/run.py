@@ -65,14 +65,20 @@ from fsdp_qlora.run.load_model import (
     open_source,
     precompute_reference,
     result_form,
-    stops_of,
 )
 from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
-from fsdp_qlora.training.generation.generate import SAMPLE_TOKENS, PromptFormat, Samples, SamplingOptions, TextGenerator
+from fsdp_qlora.training.generation.generate import (
+    SAMPLE_TOKENS,
+    PromptFormat,
+    Samples,
+    SamplingOptions,
+    Stops,
+    TextGenerator,
+)
 from fsdp_qlora.training.loop import train
-from fsdp_qlora.training.rl.server import check_server
+from fsdp_qlora.training.rl.engine import check_server
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.environment import versions
 from fsdp_qlora.utils.errors import NotFinite, RankError, RolloutError, RunStopped, UserError
@@ -112,7 +118,15 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         make_plan(config, ranks, None)
         return
     mirror = open_store(config.mirror) if config.mirror else None
-    claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks), mirror).claimed()
+    request = StartRequest(
+        options=resolved_options(config),
+        may_differ=names_marked(MAY_DIFFER),
+        world_size=ranks.world_size,
+        resume=config.start_from,
+        overwrite=config.resume.endswith(REPLACE),
+        is_unattended=restarts.is_unattended(),
+    )
+    claim = RunFolder(Path(config.output_dir), ranks, request, mirror).claimed()
     with claim as folder, process_group_closed():
         _run_with_others(config, folder, signals or Signals())
 
@@ -279,7 +293,7 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
     samples = measure_tasks = measured = None
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
-        stops = stops_of(tokenizer, model, plan.data.provenance["prompt"])
+        stops = Stops(tokenizer, model, prompt_format.stop_text)
         generator = TextGenerator(model, ranks, precision, stops, SamplingOptions(max_new_tokens=SAMPLE_TOKENS))
         samples = Samples(plan.questions, prompt_format, generator, folder)
         prompt_format.close()
@@ -292,18 +306,6 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
 
 
 # --- what makes a run this run: its options, model, rows and the adapter it starts from ---
-
-
-def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
-    """Name what this start is to do with the run's folder."""
-    return StartRequest(
-        options=resolved_options(config),
-        may_differ=names_marked(MAY_DIFFER),
-        world_size=ranks.world_size,
-        resume=config.start_from,
-        overwrite=config.resume.endswith(REPLACE),
-        is_unattended=restarts.is_unattended(),
-    )
 
 
 def known_facts(plan: Plan) -> dict[str, Any]:

@@ -195,5 +195,5 @@ class ShardedOptimizer:
         """
         if self.optimizer is None or self.optimizer.state or self._kind.is_paged:
             return []
-        sizes = [(int(each * p.numel()), p.device) for each in self._kind.state for p in self._local.values()]
+        sizes = [(int(share * p.numel()), p.device) for share in self._kind.state for p in self._local.values()]
         return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]

@@ -114,7 +114,7 @@ def shard_aligned(
         if parameter not in ignored and not isinstance(parameter, DTensor)  # that of a group inside
     }
     size, dtypes = shard_size(mesh), [policy.param_dtype or parameter.dtype for parameter in owners]
-    shapes = [(shard_bounds(len(each), rank=0, size=size)[1], *each.shape[1:]) for each in owners]
+    shapes = [(shard_bounds(len(parameter), rank=0, size=size)[1], *parameter.shape[1:]) for parameter in owners]
     part = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     owner, filler = next(iter(owners.values()), modules[0]), nn.Module()
     if size > 1 and (missing := -part % _ALIGNMENT):
@@ -142,17 +142,17 @@ def _parameters_fsdp_ignores(
         return share_vocabulary(parts, mesh, param_dtype)
     in_blocks = {*parts.blocks.parameters()}
     # Their gather would only be a copy, held in addition to the shards.
-    found = {
+    frozen = {
         parameter
         for parameter in parts.model.parameters()
         if not parameter.requires_grad and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
     }
     if not offloads_all:
-        return found
+        return frozen
     look_up_on_host(parts, mesh, param_dtype)
     # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the others.
     streamed = {parameter for module in parts.in_order for parameter in module.parameters()}
-    return {parameter for parameter in found if parameter in streamed or parameter.dim() < 2}
+    return {parameter for parameter in frozen if parameter in streamed or parameter.dim() < 2}
 
 
 def _skip_backward_gathers(parts: ModelParts) -> None:
@@ -184,7 +184,9 @@ def set_prefetch(parts: ModelParts) -> None:
     forward: list[Any] = [root, *first, *blocks, *last]
     # One module ahead hides a gather behind the products of the module before; two would hold one more's weights.
     for module, following in itertools.pairwise(forward):
-        module.set_modules_to_forward_prefetch(_groups(following))
+        # The first of its magnitudes and of its adapters stand for these groups.
+        groups = [*magnitudes(following)[:1], *adapter_owners(following)[:1], following]
+        module.set_modules_to_forward_prefetch(groups)
     # Adapters stay gathered from forward to backward.
     backward: list[Any] = [*(last or [root]), *reversed(blocks)]
     for module, following in itertools.pairwise(backward):
@@ -196,11 +198,6 @@ def set_prefetch(parts: ModelParts) -> None:
             owner.set_modules_to_backward_prefetch([block])
     # Allocates on the compute stream. FSDP2 then overlaps nothing by itself: the lists above do.
     root._set_unshard_async_op(True)
-
-
-def _groups(module: nn.Module) -> list[Any]:
-    """The modules that stand for a module's FSDP2 groups; adapters are one group, and magnitudes another."""
-    return [*magnitudes(module)[:1], *adapter_owners(module)[:1], module]
 
 
 def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn.Module] = ()) -> None:
@@ -242,7 +239,7 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
     """The parameters that belong into host memory, those of a module side by side."""
     on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
     may_be_plain = {parameter for module in parts.in_order for parameter in module.parameters()}
-    found = (
+    parameters = (
         parameter
         for part in on_host
         for module in part.modules()
@@ -251,7 +248,7 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
         for parameter in owner.parameters(recurse=False)
         if isinstance(parameter, DTensor) or parameter in may_be_plain
     )
-    return [*dict.fromkeys(found)]  # tied ones once
+    return [*dict.fromkeys(parameters)]  # tied ones once
 
 
 def _offloaded_places(parameters: Sequence[torch.Tensor], *, pinned: bool) -> dict[torch.Tensor, torch.Tensor]:

@@ -166,12 +166,12 @@ class _RowExchange:
 class _Wanted(NamedTuple):
     """Rows that ranks give each other.
 
-    rows: numbers among this rank's, those for the first rank first. given, taken: how many to and from each rank.
+    rows: numbers among this rank's, those for the first rank first. sent, taken: how many to and from each rank.
     places: of this rank's tokens among the rows that it takes.
     """
 
     rows: torch.Tensor
-    given: list[int]
+    sent: list[int]
     taken: list[int]
     places: torch.Tensor
 
@@ -185,13 +185,13 @@ def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int
     # Every rank knows the tokens of all (data/batches/micro_batch.py), so all find the same plan: rows take one
     # all-to-all, and no exchange of their numbers comes before it, for which the host would wait.
     size = len(tokens)
-    starts = [shard_bounds(vocabulary, rank=each, size=size)[0] for each in range(size)]
+    starts = [shard_bounds(vocabulary, rank=other, size=size)[0] for other in range(size)]
     distinct = [ids.unique() for ids in tokens]  # sorted, so by rank
     ends = [torch.searchsorted(ids, torch.tensor([*starts, vocabulary])).tolist() for ids in distinct]
-    asked = [ids[end[rank] : end[rank + 1]] for ids, end in zip(distinct, ends, strict=True)]
+    wanted_of_rank = [ids[end[rank] : end[rank + 1]] for ids, end in zip(distinct, ends, strict=True)]
     return _Wanted(
-        rows=torch.cat(asked) - starts[rank],
-        given=[len(ids) for ids in asked],
+        rows=torch.cat(wanted_of_rank) - starts[rank],
+        sent=[len(ids) for ids in wanted_of_rank],
         taken=[stop - start for start, stop in zip(ends[rank], ends[rank][1:], strict=False)],
         places=torch.searchsorted(distinct[rank], tokens[rank]),
     )
@@ -221,8 +221,8 @@ class Lookup(_RowExchange):
         copied = to_device({"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device)
         rows = self._own(wanted.rows, copied["rows"])
         if self.size > 1:
-            given, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
-            dist.all_to_all_single(rows, given, wanted.taken, wanted.given, group=self.group)
+            own_rows, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
+            dist.all_to_all_single(rows, own_rows, wanted.taken, wanted.sent, group=self.group)
         self._replace(rows)
         return copied["places"], *args[1:]
 
@@ -232,8 +232,8 @@ class Lookup(_RowExchange):
         if rows.device.type == numbers.device.type:
             return rows.index_select(0, numbers)
         pinned = numbers.device.type == "cuda"
-        found = torch.empty(len(on_host), rows.shape[1], dtype=rows.dtype, pin_memory=pinned)
-        return torch.index_select(rows, 0, on_host, out=found).to(numbers.device, non_blocking=True)
+        copied = torch.empty(len(on_host), rows.shape[1], dtype=rows.dtype, pin_memory=pinned)
+        return torch.index_select(rows, 0, on_host, out=copied).to(numbers.device, non_blocking=True)
 
     def _ask(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tokens, from the ranks; the host waits for the device."""
@@ -304,12 +304,12 @@ class SharedHead(_RowExchange):
         bounds = [shard_bounds(self.vocabulary, rank=rank, size=self.size) for rank in range(self.size)]
         most = max(self.counts)
         taken = [most * (stop - first) for first, stop in bounds]
-        found = output.new_empty(most * self.vocabulary)
-        dist.all_to_all_single(found, output.flatten(), taken, [taken[self.rank]] * self.size, group=self.group)
-        columns = [part.view(most, -1) for part in found.split(taken)]
+        received = output.new_empty(most * self.vocabulary)
+        dist.all_to_all_single(received, output.flatten(), taken, [taken[self.rank]] * self.size, group=self.group)
+        columns = [part.view(most, -1) for part in received.split(taken)]
         return torch.cat(columns, dim=1)[: self.counts[self.rank], None]
 
-    # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
+    # The exchanges of `chunked_loss`, for as many tokens of each rank.
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors, concatenated."""

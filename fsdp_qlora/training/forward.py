@@ -66,8 +66,8 @@ class ForwardPass:
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
                 probes.check_reference(self.model, self.reference, inputs)
-            found = probes.probe_head_loss(self.model, inputs, self.temperature)
-            self.loss_of_tokens = found or self.loss_of_tokens
+            head_loss = probes.probe_head_loss(self.model, inputs, self.temperature)
+            self.loss_of_tokens = head_loss or self.loss_of_tokens
 
     def token_losses(
         self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
@@ -80,9 +80,9 @@ class ForwardPass:
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
         reference = self.reference.beside_policy() if self.reference and not alone else contextlib.nullcontext()
-        known = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
+        looked_up = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
-        with self.autocast(), reference, known, towers:
+        with self.autocast(), reference, looked_up, towers:
             losses = self.loss_of_tokens(
                 on_device.model_inputs, on_device.target_rows, on_device.targets, reduction=reduction
             )
@@ -106,8 +106,8 @@ def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup
     documents = losses.split([*batch.num_targets, losses.shape[1] - sum(batch.num_targets)], dim=1)[:-1]
     sums = [-part.sum(dim=1) for part in documents]
     policy, *beside = context.summed(torch.stack(sums, dim=1)) if sums else losses[:, :0]
-    known = batch.reference if len(batch.reference) else torch.zeros_like(policy)
-    return LogProbs(policy, beside[0].detach() if beside else known, batch.target_counts)
+    precomputed = batch.reference if len(batch.reference) else torch.zeros_like(policy)
+    return LogProbs(policy, beside[0].detach() if beside else precomputed, batch.target_counts)
 
 
 @torch.no_grad()
@@ -122,16 +122,16 @@ def document_logprobs(forward: ForwardPass, batches: Iterable[MicroBatch]) -> It
 
 def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     """Log-probability of each document under the current weights, float32 [documents]. Called on every rank."""
-    found = torch.zeros(len(table.document_targets), device=forward.ranks.device)
+    logps = torch.zeros(len(table.document_targets), device=forward.ranks.device)
     rows_of = table.as_documents if len(table.desired) else table  # both documents of a row with a label
     batches = forward.collator.lay_out_evaluation(rows_of, np.arange(len(rows_of)))
     shown = tqdm(batches, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
     for rows, answers in zip(batches.rounds, document_logprobs(forward, shown), strict=True):
         documents = rows_of.documents(rows[forward.collator.data_rank])
-        found[torch.from_numpy(documents).to(found.device)] = answers.policy
+        logps[torch.from_numpy(documents).to(logps.device)] = answers.policy
     reshard_all(forward.model)
-    dist.all_reduce(found)  # a document has its value on the ranks that share it, and is 0 on the others
-    return (found / forward.context.size).cpu().numpy()
+    dist.all_reduce(logps)  # a document has its value on the ranks that share it, and is 0 on the others
+    return (logps / forward.context.size).cpu().numpy()
 
 
 @torch.no_grad()
@@ -140,14 +140,14 @@ def token_logprobs(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
 
     Called on every rank, with the same rows.
     """
-    found = torch.zeros(len(table.input_ids), device=forward.ranks.device)
+    logps = torch.zeros(len(table.input_ids), device=forward.ranks.device)
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     forward.model.eval()
     with forward.attending():
         for batch in forward.collator.lay_out_evaluation(table, np.arange(len(table))):
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             losses, on_device = forward.token_losses(batch, reduction="none", alone=True)
-            found[on_device.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0
+            logps[on_device.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0
     reshard_all(forward.model)
-    dist.all_reduce(found)  # a token is a target on one rank
-    return found.cpu().numpy()
+    dist.all_reduce(logps)  # a token is a target on one rank
+    return logps.cpu().numpy()

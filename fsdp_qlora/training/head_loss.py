@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ _ENTROPY_PARTS = 16
 # ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
 # reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
 # (sharding/recompute.py); "entropy" puts another row behind the first, the entropy of the policy, without gradient.
-HeadLoss = Callable[..., torch.Tensor]
+HeadLoss = Callable[..., Tensor]
 Reduction = Literal["sum", "none", "entropy"]
 
 
@@ -50,7 +50,7 @@ class LogitForm(NamedTuple):
     cap: float | None = None
     temperature: float = 1.0
 
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+    def logits(self, outputs: Tensor) -> Tensor:
         """Float32; may be `outputs` itself, changed."""
         logits = outputs.float()
         if self.scale != 1.0:
@@ -58,7 +58,7 @@ class LogitForm(NamedTuple):
         logits = logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+    def slope(self, logits: Tensor) -> Tensor | float:
         """The derivative of logits by outputs."""
         scale = self.scale / self.temperature
         cap = None if self.cap is None else self.cap / self.temperature
@@ -88,31 +88,22 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     head = model.get_output_embeddings()
     shared = shared_head_of(model)
 
-    def loss_of_hidden(
-        self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, *, reduction: str = "sum"
-    ) -> torch.Tensor:
+    def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: str = "sum") -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
         if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
         policy, *reference = hidden.split(len(targets))
-        found = [chunked_loss(policy, weight, bias, targets, form, shared, reduction=reduction)]
-        found += [chunked_loss(x.detach(), weight, bias, targets, form, shared, reduction="none") for x in reference]
-        return torch.cat([each.view(-1, len(targets)) for each in found])
+        losses = [chunked_loss(policy, weight, bias, targets, form, shared, reduction=reduction)]
+        losses += [chunked_loss(x.detach(), weight, bias, targets, form, shared, reduction="none") for x in reference]
+        return torch.cat([part.view(-1, len(targets)) for part in losses])
 
     def loss_of_tokens(
-        self: PreTrainedModel,
-        inputs: Mapping[str, Any],
-        rows: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        reduction: str = "sum",
-    ) -> torch.Tensor:
+        self: PreTrainedModel, inputs: Mapping[str, Any], rows: Tensor, targets: Tensor, *, reduction: str = "sum"
+    ) -> Tensor:
         hidden = self.base_model(**inputs, use_cache=False)[0]
         rows = _rows_of(rows, inputs, copies=len(hidden) // len(inputs["input_ids"]))
-        loss: torch.Tensor = head.loss_of_hidden(
-            hidden.flatten(0, 1).index_select(0, rows), targets, reduction=reduction
-        )
+        loss: Tensor = head.loss_of_hidden(hidden.flatten(0, 1).index_select(0, rows), targets, reduction=reduction)
         return loss
 
     for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
@@ -131,15 +122,15 @@ def free_head_before_backward(model: PreTrainedModel) -> None:
 
 
 def chunked_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     form: LogitForm,
     shared: SharedHead | None = None,
     *,
     reduction: str = "sum",
-) -> torch.Tensor:
+) -> Tensor:
     """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
 
     Differentiable once, in hidden, weight and bias. A trained 16-bit weight's gradient is rounded to 16 bits after each
@@ -157,7 +148,7 @@ def chunked_loss(
     with torch.autocast(kind, enabled=False):
         hidden = hidden.to(dtype)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-            losses: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, request)
+            losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, request)
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
     if reduction != "sum":
@@ -175,12 +166,12 @@ class WholeVocabulary:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
-    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         return values
 
     local_chunk = largest = summed = all_gather
 
-    def reduce_scatter_grad(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
+    def reduce_scatter_grad(self, grad: Tensor, weight: Tensor, own: Tensor) -> None:
         torch.mm(grad, weight, out=own)
 
 
@@ -188,28 +179,26 @@ Vocabulary = SharedHead | WholeVocabulary
 
 
 class _Request(NamedTuple):
-    """What is computed of head and hidden states. entropies: gets those of each chunk's tokens, if it is a list."""
+    """How the losses of tokens are computed. entropies: gets those of each chunk's tokens, if it is a list."""
 
     form: LogitForm
     vocabulary: Vocabulary
-    entropies: list[torch.Tensor] | None
+    entropies: list[Tensor] | None
 
 
 class _Gradients(NamedTuple):
     """Gradients of the loss times `scale`, to be filled; None where none is wanted."""
 
-    hidden: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
     scale: float = 1.0
 
     @property
     def any(self) -> bool:
         return self.hidden is not None or self.weight is not None or self.bias is not None
 
-    def add(
-        self, part: slice, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary
-    ) -> None:
+    def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> None:
         """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
         if self.hidden is not None:
             vocabulary.reduce_scatter_grad(grad, weight, self.hidden[part])
@@ -230,13 +219,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        request: _Request,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, request: _Request
+    ) -> Tensor:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         ctx.gradients = _Gradients(
             torch.empty_like(hidden) if of_hidden else None,
@@ -248,22 +232,17 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         of_tokens = grads[0] / gradients.scale
         factors = (of_tokens[:, None], of_tokens[0], of_tokens[0])
-        found = [None if each is None else each.mul_(by) for each, by in zip(gradients[:3], factors, strict=True)]
-        return *found, None, None
+        pairs = zip(gradients[:3], factors, strict=True)
+        return *(None if gradient is None else gradient.mul_(factor) for gradient, factor in pairs), None, None
 
 
 def _losses_of_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    request: _Request,
-    gradients: _Gradients,
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, request: _Request, gradients: _Gradients
+) -> Tensor:
     """The losses of the tokens, [N]; fills in the gradients of their sum."""
     vocabulary = request.vocabulary
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -285,8 +264,8 @@ def _losses_of_chunks(
 
 
 def _loss_of_chunk(
-    outputs: torch.Tensor, targets: torch.Tensor, scale: float | None, request: _Request
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    outputs: Tensor, targets: Tensor, scale: float | None, request: _Request
+) -> tuple[Tensor, Tensor | None]:
     """The tokens' losses, and the gradient of their sum times `scale` in the outputs' dtype and memory, if given.
 
     Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
@@ -300,7 +279,7 @@ def _loss_of_chunk(
     targets = targets.clamp(0, outputs.shape[1] - 1)
     logits = form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
-    slope_of_target = slope[rows, targets] if isinstance(slope, torch.Tensor) else slope
+    slope_of_target = slope[rows, targets] if isinstance(slope, Tensor) else slope
     # exp(logit - top) cannot overflow. The top is that of all ranks' rows, so that their sums can be added up.
     top = vocabulary.largest(logits.amax(dim=1, keepdim=True))
     of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
@@ -320,7 +299,7 @@ def _loss_of_chunk(
     factor = is_learned * scale
     # The gradient is softmax, and softmax - 1 at the target: in 16 bits that would be 0 where softmax is almost 1.
     grad_of_target = (of_target.exp() / total - 1.0) * factor * slope_of_target
-    if isinstance(slope, torch.Tensor):
+    if isinstance(slope, Tensor):
         exponentials, slope = exponentials.mul_(slope), 1.0
     grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)
     grad[rows, targets] = torch.where(is_here, grad_of_target.to(grad.dtype), grad[rows, targets])
@@ -333,12 +312,12 @@ def _loss_of_chunk(
 def loss_of_logits(
     model: PreTrainedModel,
     inputs: Mapping[str, Any],
-    rows: torch.Tensor,
-    targets: torch.Tensor,
+    rows: Tensor,
+    targets: Tensor,
     *,
     reduction: str = "sum",
     temperature: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Loss from the model's own logits, computed for these rows alone where the model can (in one row)."""
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits
@@ -351,11 +330,11 @@ def loss_of_logits(
     losses = [checkpoint(_cross_entropy, *piece, reduction, temperature, use_reentrant=False) for piece in pieces]
     if reduction == "sum":
         return torch.stack(losses).sum()
-    found = torch.cat(losses, dim=1).view(len(losses[0]), copies, -1)
-    return torch.cat([found[:, 0], found[0, 1:]])
+    by_copy = torch.cat(losses, dim=1).view(len(losses[0]), copies, -1)
+    return torch.cat([by_copy[:, 0], by_copy[0, 1:]])
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str, temperature: float) -> torch.Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str, temperature: float) -> Tensor:
     """Their sum, or those of the tokens, [1, N], with their entropies, [2, N]."""
     logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum" if reduction == "sum" else "none")
@@ -365,6 +344,6 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str, 
     return losses if reduction == "sum" else losses[None]
 
 
-def _rows_of(rows: torch.Tensor, inputs: Mapping[str, Any], copies: int) -> torch.Tensor:
+def _rows_of(rows: Tensor, inputs: Mapping[str, Any], copies: int) -> Tensor:
     """The rows of the policy and of the reference, whose tokens follow the policy's."""
     return torch.cat([rows + copy * inputs["input_ids"].numel() for copy in range(copies)]) if copies > 1 else rows

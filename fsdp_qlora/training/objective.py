@@ -144,7 +144,8 @@ class Labels(Pairs):
         totals = Totals(num_rows, (num_desired, num_rows - num_desired))
         if forward is None:
             return totals
-        others = [[2 * rows + 1 for rows in each] for each in batches.rounds]  # each row's second document
+        # Each row's second document.
+        others = [[2 * rows + 1 for rows in rows_of_ranks] for rows_of_ranks in batches.rounds]
         apart = dataclasses.replace(batches, rounds=others, table=batches.table.as_documents)
         ratios = [answers.ratio().sum().double() for answers in document_logprobs(forward, apart)]
         total = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item() / self.context.size

@@ -136,10 +136,10 @@ def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, An
     """How far decoder and head, called by us, are from the loss of the model's own logits; the most of all ranks."""
     targets = inputs["input_ids"][0]
     rows = torch.arange(len(targets), device=targets.device)
-    found = attach_head_loss(model, form)(inputs, rows, targets)
+    loss = attach_head_loss(model, form)(inputs, rows, targets)
     reshard_all(model)
     expected = F.cross_entropy(logits[0].float(), targets, reduction="sum")
-    return _most((found - expected).abs() / expected.abs())
+    return _most((loss - expected).abs() / expected.abs())
 
 
 class Probed(NamedTuple):
@@ -163,16 +163,16 @@ class Probed(NamedTuple):
         """The tokens of both documents, one after the other, int64 [48]."""
         return torch.arange(sum(_LENGTHS)).mul(7919).remainder(self.model.get_input_embeddings().num_embeddings)
 
-    def logits(self, input_ids: torch.Tensor, *known: torch.Tensor, **documents: Any) -> torch.Tensor:
-        """The model's logits. known: what each rank looks up, if they are not the same."""
+    def logits(self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any) -> torch.Tensor:
+        """The model's logits. tokens: what each rank looks up, if they are not the same."""
         model, precision, device = self.model, self.precision, self.ranks.device
-        looked_up = tokens_known(model, known) if known else same_tokens(model, input_ids)
+        looked_up = tokens_known(model, tokens) if tokens else same_tokens(model, input_ids)
         autocast = torch.autocast(device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
         with autocast, looked_up:
             inputs = to_device({"input_ids": input_ids, **documents}, device)
-            found: torch.Tensor = model(**inputs, use_cache=False).logits
+            logits: torch.Tensor = model(**inputs, use_cache=False).logits
         reshard_all(model)
-        return found
+        return logits
 
 
 def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
@@ -205,11 +205,11 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     model, row = probed.model.eval(), probed.tokens()[None]
     documents = describe_documents(list(_LENGTHS), num_parts=context.size)
     row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
-    own, each = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
+    own, parts = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
     with torch.no_grad(), attending(model, probed.documents):
         whole = probed.logits(row, **documents)[0, own].double()
     with torch.no_grad(), attending(model, probed.documents, context):
-        tokens = [row[0, context.own(row.shape[1], rank)] for rank in each]
+        tokens = [row[0, context.own(row.shape[1], part)] for part in parts]
         of_part = documents_of_part(documents, context.rank, context.size)
         part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
     most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
@@ -220,10 +220,10 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
         )
 
 
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """The difference of tokens' logits, [tokens, V], relative, median over tokens."""
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    off = (found - expected).norm(dim=-1)
+    off = (logits - expected).norm(dim=-1)
     shares = torch.where(scale > 0, off / scale, off).sort().values
     return shares[len(shares) // 2]
 

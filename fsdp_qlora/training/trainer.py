@@ -36,31 +36,34 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0: linear warm-up, then the schedule."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return peak * SCHEDULES[schedule](progress)
-
-
 @dataclass(frozen=True)
 class TrainerOptions:
     """Options of the training steps.
 
-    lr_at: the learning rate of a step, counted from 0. max_grad_norm: gradients are clipped to it, inf for no clipping.
+    peak_lr: the learning rate after the warm-up. lr_schedule: of SCHEDULES. total_steps: with those of the warm-up.
+    max_grad_norm: gradients are clipped to it, inf for no clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
     if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
     0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
     """
 
-    lr_at: Callable[[int], float]
+    peak_lr: float
+    lr_schedule: str
+    warmup_steps: int
+    total_steps: int
     max_grad_norm: float
     num_replicas: int
     sync_every_micro_batch: bool
     on_nonfinite: str = "halt"
     eval_steps: int = 0
     early_stopping: int = 0
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0: linear warm-up, then the schedule."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        return self.peak_lr * SCHEDULES[self.lr_schedule](progress)
 
 
 class Trainer:

@@ -182,7 +182,7 @@ def test_each_rank_fetches_each_embedding_row_once() -> None:
     for rank, own in enumerate(wanted):
         taken = []
         for other, start in zip(wanted, starts, strict=True):
-            parts = (weight[start : start + 107][other.rows]).split(other.given)
+            parts = (weight[start : start + 107][other.rows]).split(other.sent)
             taken.append(parts[rank])
         assert own.taken == [len(part) for part in taken]
         assert torch.equal(torch.cat(taken)[own.places], weight[tokens[rank]])

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.training.rl.rewards import Reward, Scorer, load_rewards
-from fsdp_qlora.training.rl.source import Rollout, RolloutFile, advantages, metrics_of
+from fsdp_qlora.training.rl.source import Rollout, advantages, append_rollouts, metrics_of, truncate_rollouts
 from fsdp_qlora.utils.errors import RolloutError, UserError
 
 pytestmark = pytest.mark.quick
@@ -165,22 +165,20 @@ def test_metrics_of_answers_have_trls_names_and_values() -> None:
 
 
 def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> None:
-    file = RolloutFile(tmp_path)
-    assert file.truncate(3) == []
-    for step in (1, 3, 5):
-        file.append([rollout(step=step, text="a\u2028b"), rollout(step=step, text="c")])
     path = tmp_path / "rollouts.jsonl"
+    assert truncate_rollouts(path, 3) == []
+    for step in (1, 3, 5):
+        append_rollouts(path, [rollout(step=step, text="a\u2028b"), rollout(step=step, text="c")])
     whole = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:5]) + whole[5][:9])  # a kill in the middle of a line
-    assert [each["completion"] for each in file.truncate(6)] == ["a\u2028b"] and path.read_bytes() == b"".join(
-        whole[:5]
-    )
-    assert [each["step"] for each in file.truncate(4)] == [3, 3] and path.read_bytes() == b"".join(whole[:4])
-    assert file.truncate(0) == [] and not path.read_bytes()
+    assert [record["completion"] for record in truncate_rollouts(path, 6)] == ["a\u2028b"]
+    assert path.read_bytes() == b"".join(whole[:5])
+    assert [record["step"] for record in truncate_rollouts(path, 4)] == [3, 3]
+    assert path.read_bytes() == b"".join(whole[:4])
+    assert truncate_rollouts(path, 0) == [] and not path.read_bytes()
 
 
 def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path: Path) -> None:
-    file = RolloutFile(tmp_path)
-    file.append([rollout(old_logps=[math.nan, -math.inf])])
-    [record] = file.truncate(1)
+    append_rollouts(tmp_path / "rollouts.jsonl", [rollout(old_logps=[math.nan, -math.inf])])
+    [record] = truncate_rollouts(tmp_path / "rollouts.jsonl", 1)
     assert math.isnan(record["old_logps"][0]) and record["old_logps"][1] == -math.inf

@@ -22,8 +22,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import SamplingOptions
 from fsdp_qlora.training.rl import engine as engine_module
-from fsdp_qlora.training.rl import server as server_module
-from fsdp_qlora.training.rl.server import Server, ServerEngine, check_server
+from fsdp_qlora.training.rl.engine import Server, ServerEngine, check_server
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
 from tests.rollouts.lora_server import LoraServer
@@ -59,7 +58,7 @@ def server() -> Iterator[LoraServer]:
 @pytest.fixture
 def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerEngine]:
     """The engine of a run on one rank; its adapter is a number that grows."""
-    monkeypatch.setattr(server_module, "_PAUSE_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(engine_module, "_PAUSE_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
     versions = iter(range(100))
 
@@ -236,7 +235,7 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine,
 def test_the_server_is_asked_before_the_run_begins(
     server: LoraServer, monkeypatch: pytest.MonkeyPatch, fault: Any, said: str
 ) -> None:
-    monkeypatch.setattr(server_module, "_START_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "_START_SECONDS", 0.1)
     if fault is None:
         check_server(server.url, ["hub/base"])
         return

@@ -44,6 +44,7 @@ from fsdp_qlora.utils.run_files import SAMPLES_FILE
 
 log = logging.getLogger("fsdp_qlora")
 
+SAMPLE_TOKENS = 128  # of each answer of a training run, at most
 _AS_INSTRUCTION = RequestedFormat(renames={"prompt": "instruction"})
 
 
@@ -71,14 +72,14 @@ class PromptFormat:
         """Whether a prompt begins with earlier questions and answers."""
         return bool(self._kind == CHAT)
 
-    def ids(self, asked: PromptContent) -> list[int]:
+    def ids(self, question: PromptContent) -> list[int]:
         """The token ids before the answer.
 
         Raises:
             UserError: the chat template refuses the conversation.
         """
         try:
-            return encode_prompt(self._renderer.prompt(_of_kind(asked, self._kind)), self._tokenizer)
+            return encode_prompt(self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer)
         except BadRow as reason:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
@@ -87,14 +88,14 @@ class PromptFormat:
         self._worker.close()
 
 
-def _of_kind(asked: PromptContent, kind: str) -> PromptContent:
+def _of_kind(row: PromptContent, kind: str) -> PromptContent:
     """The question in the form of the rows that a model was trained on, whatever form it was given in."""
-    if kind == TEXT and isinstance(asked, Fields | Chat):
-        texts = [asked.system, asked.instruction, asked.context] if isinstance(asked, Fields) else _texts(asked)
+    if kind == TEXT and isinstance(row, Fields | Chat):
+        texts = [row.system, row.instruction, row.context] if isinstance(row, Fields) else _texts(row)
         return Rendered([Segment("\n".join(filter(None, texts)), learned=False)], "text")
-    if kind == TEMPLATE and isinstance(asked, Chat):
-        return Fields(prompt_text(asked), "", system="".join(_texts(asked, "system")))
-    return Fields(prompt_text(asked), "") if kind != TEXT and isinstance(asked, Rendered) else asked
+    if kind == TEMPLATE and isinstance(row, Chat):
+        return Fields(prompt_text(row), "", system="".join(_texts(row, "system")))
+    return Fields(prompt_text(row), "") if kind != TEXT and isinstance(row, Rendered) else row
 
 
 def _texts(chat: Chat, role: str = "") -> list[str]:
@@ -116,13 +117,6 @@ def chosen_format(
     return prompt_record("", chosen, is_chat=bool(chosen.is_chat or tokenizer.chat_template))
 
 
-def _has_context(row: Mapping[str, Any]) -> bool:
-    """Whether the row has a `prompt` with the context of an instruction."""
-    return bool(row.get("input") or row.get("context")) and row.keys() & {"instruction", "question", "prompt"} == {
-        "prompt"
-    }
-
-
 def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
     """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a prompt in each line.
 
@@ -135,8 +129,8 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split within strings of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
-    found = []
-    for number, line in enumerate(lines, 1):
+    questions = []
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -144,19 +138,17 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
             row = {"prompt": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
                 raise BadRow("not an object or a text")
-            found.append(
-                (row, _AS_INSTRUCTION.prompt(row)[1] if _has_context(row) else RequestedFormat().prompt(row)[1])
-            )
+            has_context = bool(row.get("input") or row.get("context"))
+            is_instruction = has_context and row.keys() & {"instruction", "question", "prompt"} == {"prompt"}
+            requested = _AS_INSTRUCTION if is_instruction else RequestedFormat()
+            questions.append((row, requested.prompt(row)[1]))
         except BadRow as reason:
-            raise UserError(f"{path}:{number} has no question that can be asked: {reason}.") from reason
+            raise UserError(f"{path}:{line_number} has no question that can be asked: {reason}.") from reason
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number} is not JSON ({error}). Give one object in each line.") from error
-    if not found:
+            raise UserError(f"{path}:{line_number} is not JSON ({error}). Give one object in each line.") from error
+    if not questions:
         raise UserError(f"{path} has no prompts.")
-    return found
-
-
-SAMPLE_TOKENS = 128  # of each answer of a training run, at most
+    return questions
 
 
 @dataclass(frozen=True)
@@ -185,7 +177,7 @@ class Draws:
     def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
         self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
         self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
-        self._seeds = [derive_seed("generate", options.seed, each) for each in numbers]
+        self._seeds = [derive_seed("generate", options.seed, prompt) for prompt in numbers]
         self._sources: list[torch.Generator] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -201,7 +193,7 @@ class Draws:
 
 
 class Completion(NamedTuple):
-    """What a model writes after a prompt.
+    """The answer that a model writes to a prompt.
 
     token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at the most
     tokens. logps: the engine's own log-probability of each token, where it is asked for.
@@ -260,25 +252,25 @@ class TextGenerator:
         A rank that has no prompts, or whose completions have ended, takes part until those of all ranks have.
 
         Args:
-            prompts: number -> token ids.
+            prompts: index -> token ids.
             show: called with a completion after each of its tokens. beat: called after each forward pass,
                 on every rank; may raise, if on all of them.
         """
         model, device = self._model, self.ranks.device
         batch = prompts or {0: [0]}
-        made = {number: Completion([], is_done=not prompts) for number in batch}
+        made = {index: Completion([], is_done=not prompts) for index in batch}
         # The model's device is the CPU where embeddings are offloaded; FSDP2 moves the inputs.
         inputs = [torch.tensor(ids, device=model.device) for ids in batch.values()]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
         def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             """Take each completion's next token; returns which have ended."""
-            for number, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
-                if not made[number].is_done:
-                    made[number].token_ids.append(token)
-                    made[number] = made[number]._replace(is_done=self.stops.ends(made[number].token_ids))
-                    show(made[number])
-            return torch.tensor([made[number].is_done for number in batch], device=input_ids.device)
+            for index, token in zip(batch, input_ids[:, -1].tolist(), strict=True):
+                if not made[index].is_done:
+                    made[index].token_ids.append(token)
+                    made[index] = made[index]._replace(is_done=self.stops.ends(made[index].token_ids))
+                    show(made[index])
+            return torch.tensor([made[index].is_done for index in batch], device=input_ids.device)
 
         def beaten(*_: Any) -> None:
             beat()
@@ -324,7 +316,7 @@ class Samples:
         self, questions: Sequence[PromptContent], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
     ) -> None:
         self._questions, self._generator = questions, generator
-        self._prompts = [prompt_format.ids(asked) for asked in questions]
+        self._prompts = [prompt_format.ids(question) for question in questions]
         self._path = folder / SAMPLES_FILE
 
     def write(self, step: int, beat: Callable[[], object]) -> None:
@@ -341,8 +333,8 @@ class Samples:
             own |= self._generator.generate({n: self._prompts[n] for n in mine[index : index + 1]}, beat=beat)
         said = gather_completions(own, ranks.device)
         records = [
-            {"step": step, "prompt": prompt_text(asked), "text": self._generator.stops.text_of(completion.token_ids)}
-            for asked, completion in zip(self._questions, said, strict=True)
+            {"step": step, "prompt": prompt_text(question), "text": self._generator.stops.text_of(completion.token_ids)}
+            for question, completion in zip(self._questions, said, strict=True)
         ]
         if ranks.is_rank_0:
             self._keep(step, redact_values(records))

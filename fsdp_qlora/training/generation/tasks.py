@@ -26,11 +26,11 @@ class Tasks:
 
         self._manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))  # takes 15 s
         try:
-            found = self._manager.load(list(names))
+            loaded = self._manager.load(list(names))
         except Exception as error:  # what it raises is not documented
             raise UserError(f"lm-eval cannot load the tasks {', '.join(names)}: {first_line(error)}.") from error
-        inner = {name for children in found["group_map"].values() for name in children}
-        self._loaded = [each for name, each in {**found["tasks"], **found["groups"]}.items() if name not in inner]
+        inner = {name for children in loaded["group_map"].values() for name in children}
+        self._loaded = [task for name, task in {**loaded["tasks"], **loaded["groups"]}.items() if name not in inner]
 
     def measure(
         self,
@@ -53,7 +53,7 @@ class Tasks:
         from lm_eval.models.huggingface import HFLM
 
         class ShardedLM(HFLM):  # type: ignore[misc]  # the library has no types
-            """Every rank is asked everything, and all call the model equally often, each for as many requests."""
+            """Every rank gets all requests, and all call the model equally often, each for as many requests."""
 
             def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **more: Any) -> list[Any]:
                 dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][ranks.rank :: ranks.world_size]
@@ -71,11 +71,11 @@ class Tasks:
         until_all_end = {"synced_gpus": True}  # all ranks write all answers, which may differ by rounding
         options |= {"task_manager": self._manager, "gen_kwargs": until_all_end, "log_samples": False}
         try:
-            found = simple_evaluate(lm, tasks=self._loaded, **options)
+            results = simple_evaluate(lm, tasks=self._loaded, **options)
         finally:
             beating.remove()
             reshard_all(model)
         return {
             task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
-            for task, metrics in ({**found["results"], **found.get("groups", {})} if found else {}).items()
+            for task, metrics in ({**results["results"], **results.get("groups", {})} if results else {}).items()
         }

@@ -1,31 +1,68 @@
-"""The engine of a run's rollouts: its own model or a server (server.py) answers its prompts; how ranks wait for it."""
+"""The engines of a run's rollouts, its own model or a server, and how ranks wait for answers.
+
+A server has OpenAI's completions API and takes LoRA adapters at run time, as vLLM. Before each generation the adapter
+is written to a folder that both see, and loaded under a name of its own: the run, the version and a hash of its
+weights. Requests ask for that name, and an answer under another one ends the run. So nothing is learned from other
+weights, whichever process dies in between.
+"""
 
 import contextlib
 import dataclasses
+import json
+import logging
+import math
+import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
-from fsdp_qlora.distributed.supervision.clock import begun
+from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
-from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, TextGenerator, gather_completions
-from fsdp_qlora.utils.errors import RolloutError, RunStopped
+from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.training.generation.generate import (
+    Completion,
+    SamplingOptions,
+    Stops,
+    TextGenerator,
+    gather_completions,
+)
+from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped, TrainingError
+from fsdp_qlora.utils.files import record_of
+
+log = logging.getLogger("fsdp_qlora")
+
+T = TypeVar("T")
 
 _PULSE_SECONDS = 0.5  # between two signs of life
+_START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
+_LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
+_PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
+_HEADERS = {"Content-Type": "application/json"}
+_MAY_PASS = (408, 429, 500, 502, 503, 504)
+_LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
+_IN_FLIGHT = 128  # requests at a time, which the server batches
+# vLLM takes what a request leaves out from the model's generation_config.json.
+_WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class Engine(Protocol):
     """Answers prompts with the weights that the run has now."""
 
-    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
-        """Answer each prompt; one is given as often as it has answers. Called on every rank with all, and returns all.
+    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
+        """Answer each prompt; one is there as often as it has answers. Called on every rank with all, and returns all.
 
         Args:
-            prompts: token ids. number: of the generation in the run; an answer's seed follows from the run's, this
+            prompts: token ids. generation: its number in the run; an answer's seed follows from the run's, this
             number and its place. version: optimizer steps that the weights have had.
         """
 
@@ -75,8 +112,8 @@ class EmbeddedEngine:
     at_a_time: int
     gathered: Callable[[], contextlib.AbstractContextManager[None]]
 
-    def complete(self, prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
-        seed = derive_seed("rollouts", self.options.seed, number)
+    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
+        seed = derive_seed("rollouts", self.options.seed, generation)
         generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
         rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
         places, own = range(rank, count, number_of_ranks), dict[int, Completion]()
@@ -86,3 +123,222 @@ class EmbeddedEngine:
                 batch = {place: prompts[place] for place in places[first : first + self.at_a_time]}
                 own |= generator.generate(batch, beat=beat)
         return gather_completions(own, self.ranks.device)
+
+
+class RequestFailed(Exception):
+    """A request has failed. status: of HTTP, 0 without an answer. seconds: to wait, if it is not the usual time."""
+
+    def __init__(self, reason: str, status: int = 0, seconds: float | None = None) -> None:
+        super().__init__(f"HTTP {status}: {reason}" if status else reason)
+        self.status, self.seconds = status, seconds
+
+
+class Server:
+    """Asks a server, and waits for one that does not answer now.
+
+    Args:
+        bases: names of the base model, of which the server must know one. patience: seconds to wait for any answer.
+    """
+
+    def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
+        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), patience
+        self._bases = [base for base in bases if base]
+        self._open = build_opener(ProxyHandler({})).open  # a proxy in the environment is for the world outside
+        self._answered_at, self._away_since, self._said = awake(), 0.0, ""
+        self._noting, self._loading = threading.Lock(), threading.Lock()
+        self.is_closed = False  # threads that still ask end, where the process goes on, as in a notebook
+
+    def ask(self, path: str, body: object = None) -> bytes:
+        """Send one request, a POST if it has a body. Raises RequestFailed."""
+        request = Request(f"{self.url}{path}", None if body is None else json.dumps(body).encode(), _HEADERS)
+        try:
+            with self._open(request, timeout=self._patience) as response:
+                return bytes(response.read())
+        except HTTPError as error:
+            with error, contextlib.suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
+                raise RequestFailed(json.loads(error.read())["error"]["message"], error.code) from error
+            raise RequestFailed(error.reason, error.code) from error
+        except (OSError, HTTPException) as error:
+            raise RequestFailed(str(getattr(error, "reason", error)) or type(error).__name__) from error
+
+    def patiently(self, ask: Callable[[], T]) -> T:
+        """Call `ask`, in any thread, until it returns; a line says what is waited for.
+
+        Raises:
+            RolloutError: the server refuses the request, or has answered no other one for too long.
+        """
+        began, (pause, longest) = awake(), _PAUSE_SECONDS
+        while True:
+            try:
+                if self.is_closed:
+                    raise RolloutError("The run has ended.")
+                answer = ask()
+            except RequestFailed as error:
+                if error.status and error.status not in _MAY_PASS:
+                    raise RolloutError(f"The server {self.url} refuses a request: {error}.") from error
+                limit = min(error.seconds or self._patience, self._patience)
+                self._note(str(error), limit)
+                if awake() - max(began, self._answered_at) + pause > limit:
+                    raise RolloutError(f"The server {self.url} was waited for, {limit:.3g} s: {error}.") from error
+            else:
+                self._note("")
+                return answer
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _note(self, reason: str, limit: float = 0.0) -> None:
+        """Say why the server does not answer, or, without a reason, that it answers again."""
+        with self._noting:
+            if reason and reason != self._said:
+                log.warning("Waiting for the server %s, %.3g s at most: %s.", self.url, limit, reason)
+                self._away_since = self._away_since if self._said else awake()
+            elif self._said and not reason:
+                log.info("The server %s answers again after %.0f s.", self.url, awake() - self._away_since)
+            self._said, self._answered_at = reason, self._answered_at if reason else awake()
+
+    def names(self) -> list[str]:
+        """The names of its base model and adapters. Raises RolloutError if it has another base, and RequestFailed."""
+        try:
+            cards = json.loads(self.ask("/v1/models"))["data"]
+            [base, *_] = [card for card in cards if not card.get("parent")]
+            names = [str(card["id"]) for card in cards]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RolloutError(f"{self.url} has no list of models, as OpenAI's API has: {error!r}.") from error
+        if not {Path(str(base.get(key))).name for key in ("id", "root")} & {Path(name).name for name in self._bases}:
+            raise RolloutError(
+                f"The server {self.url} has the model {base['id']}, and the run trains {self._bases[0]}. If they are "
+                f"the same weights, say so to the server: --served-model-name {self._bases[0]}."
+            )
+        return names
+
+    def load(self, name: str, folder: Path) -> None:
+        """Have this adapter loaded, and no other one of its run. Raises RequestFailed or RolloutError."""
+        with self._loading:
+            loaded, run = self.names(), name.partition("-v")[0]
+            for other in loaded:
+                if other != name and other.startswith(f"{run}-v"):
+                    with contextlib.suppress(RequestFailed):
+                        self.ask("/v1/unload_lora_adapter", {"lora_name": other})
+            try:
+                if name not in loaded:
+                    self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder.absolute())})
+            except RequestFailed as error:
+                raise RequestFailed(
+                    f"it does not load the adapter in {folder} ({error})", seconds=_LOAD_SECONDS
+                ) from error
+
+
+def check_server(url: str, bases: Sequence[str | None]) -> None:
+    """For rank 0: raise RankError if the server does not answer, has another base or takes no adapters at run time."""
+    server = Server(url, bases, _START_SECONDS)
+    try:
+        server.patiently(server.names)
+        server.ask("/v1/load_lora_adapter", {})
+    except RolloutError as error:
+        raise RankError(f"--rollout_url: {error}") from error
+    except RequestFailed as error:
+        if error.status in (404, 405, 501):  # others find the request wrong, as it is
+            raise RankError(
+                f"--rollout_url: the server {server.url} takes no adapters at run time. Start vLLM with --enable-lora, "
+                "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment."
+            ) from error
+
+
+@dataclass(eq=False)
+class ServerEngine:
+    """Has a server answer prompts, as `Engine` says.
+
+    save: the adapter into a folder, on every rank. prefix: of these folders, with the run's name.
+    """
+
+    server: Server
+    save: Callable[[Path], object]
+    prefix: Path
+    ranks: Ranks
+    control: Control
+    stops: Stops
+    options: SamplingOptions
+    vocab_size: int
+
+    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
+        folder = self.prefix.with_name(f"{self.prefix.name}-v{version}")
+        with raise_on_all_ranks(TrainingError, self.ranks.device):
+            if self.ranks.is_rank_0:  # the newest one may still be read
+                for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
+                    shutil.rmtree(path, ignore_errors=True)
+            self.save(folder)
+        try:
+            text = run_on_rank_0(partial(self._answers, folder, prompts, generation), self.control, self.ranks, version)
+        except (RolloutError, RunStopped):
+            self.server.is_closed = True
+            raise
+        return [Completion(*values) for values in json.loads(text)]
+
+    def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
+        """All answers as JSON, each as the values of a Completion."""
+        name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
+        load = partial(self.server.load, name, folder)
+        self.server.patiently(load)
+        places, answers = range(len(prompts)), dict[int, Completion]()
+
+        def answer(first: int) -> None:
+            for place in places[first::_IN_FLIGHT]:
+                seed = derive_seed("rollouts", self.options.seed, generation, place)
+                request = self._request(name, prompts[place], seed)
+                answers[place] = self.server.patiently(partial(self._answer, request, load))
+
+        left, seconds = {begun(partial(answer, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS
+        while left:
+            done, left = wait(left, seconds, FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if left:
+                log.info("The server has given %d of %d answers.", len(answers), len(places))
+                seconds *= 2
+        return json.dumps([answers[place] for place in places])
+
+    def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
+        return {
+            **{"model": name, "prompt": list(prompt), "max_tokens": self.options.max_new_tokens, "seed": seed % 2**31},
+            **{"temperature": self.options.temperature, **_WHOLE_DISTRIBUTION},
+            **{"stop_token_ids": sorted(self.stops.tokens), "stop": [self.stops.text] if self.stops.text else []},
+            **{"return_token_ids": True, "logprobs": 0},
+        }
+
+    def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
+        """Ask for one answer. Raises RequestFailed, or RolloutError if it cannot be learned from."""
+        try:
+            content = self.server.ask("/v1/completions", request)
+        except RequestFailed as error:
+            if error.status != 404:
+                raise
+            load()
+            raise RequestFailed("it had lost the adapter, which is loaded again") from error
+        try:
+            response = json.loads(content)
+            choice, model = response["choices"][0], response["model"]
+            tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
+            if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
+                raise RequestFailed(f"an answer ended with {choice['finish_reason']!r}")
+            logps = list(choice["logprobs"]["token_logprobs"])
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise RolloutError(f"The server {self.server.url} gives an answer without {error}.") from error
+        problem = self._problem(tokens, logps, is_done=is_done)
+        if model != request["model"]:
+            problem = f"answers as {model} where {request['model']} is asked, and nothing is learned from other weights"
+        if problem:
+            raise RolloutError(f"The server {self.server.url} {problem}.")
+        return Completion(tokens, is_done, logps)
+
+    def _problem(self, tokens: Any, logps: Any, *, is_done: bool) -> str | None:
+        """Why an answer cannot be learned from; None if it can."""
+        if not isinstance(tokens, list) or not tokens:
+            return "returns text alone, without the token ids that vLLM gives for return_token_ids"
+        if outside := [token for token in tokens if not (isinstance(token, int) and 0 <= token < self.vocab_size)]:
+            return f"returns the token {outside[0]!r}, and the model's vocabulary has {self.vocab_size}"
+        if is_done and not self.stops.ends(tokens):
+            return "leaves out the token that ends an answer"
+        are_finite = [isinstance(logp, (int, float)) and math.isfinite(logp) for logp in logps]
+        if are_finite != [True] * len(tokens):
+            return "gives no log-probability of each token, by which tokens are weighed"
+        return None

@@ -56,14 +56,14 @@ def number(completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
 
 def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text.rpartition(_MARK)[2]) or _NUMBER.findall(text)
-    return float(re.sub(r"[$,]", "", found[-1])) if found else None
+    numbers = _NUMBER.findall(text.rpartition(_MARK)[2]) or _NUMBER.findall(text)
+    return float(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:
     """1 if the whole answer is of a form, such as regex:<think>.*</think>.*, else 0."""
     form = re.compile(pattern, re.DOTALL)
-    return lambda completions, **_: [float(bool(form.fullmatch(text_of(each).strip()))) for each in completions]
+    return lambda completions, **_: [float(bool(form.fullmatch(text_of(said).strip()))) for said in completions]
 
 
 def length(tokens: str) -> Callable[..., list[float]]:
@@ -92,7 +92,7 @@ def load_rewards(words: Sequence[str]) -> list[Reward]:
     Raises:
         UserError: a file cannot be run, or has no such function; or two functions have one name.
     """
-    modules, found = dict[Path, ModuleType](), list[Reward]()
+    modules, rewards = dict[Path, ModuleType](), list[Reward]()
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
@@ -107,11 +107,11 @@ def load_rewards(words: Sequence[str]) -> list[Reward]:
                 raise UserError(f"--rewards {word}: {path} has no function {last!r}. It has: {', '.join(names)}.")
         else:
             name, function = _builtin(match["function"])
-        found.append(Reward(name, float(match["weight"] or 1), function))
-    names = [reward.name for reward in found]
+        rewards.append(Reward(name, float(match["weight"] or 1), function))
+    names = [reward.name for reward in rewards]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"--rewards: two functions are called {min(twice)}, and so would be their metrics. Rename one.")
-    return found
+    return rewards
 
 
 def _builtin(text: str) -> tuple[str, Callable[..., Any]]:
@@ -162,21 +162,21 @@ class Scorer:
         return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
 
     def _values(self, reward: Reward, batch: Batch, rows: Sequence[int]) -> list[float | None]:
-        ends, found = time.monotonic() + self._seconds, list[float | None]()
+        ends, scores = time.monotonic() + self._seconds, list[float | None]()
         try:
             return _call(reward.function, batch, self._seconds)
         except _TooLong:
             failures = {f"it did not return within {self._seconds:g} s (--hang_minutes)": list(rows)}
-            found = [0.0] * len(rows)
+            scores = [0.0] * len(rows)
         except Exception:  # which row is it?
             failures = {}
             for place, row in enumerate(rows):
                 one = {name: values[place : place + 1] for name, values in batch.items()}
                 try:
-                    found += _call(reward.function, one, max(0.5, ends - time.monotonic()))
+                    scores += _call(reward.function, one, max(0.5, ends - time.monotonic()))
                 except Exception as error:
                     failures.setdefault(f"{type(error).__name__}: {error}", []).append(row)
-                    found.append(0.0)
+                    scores.append(0.0)
         for reason, numbers in failures.items():
             named = ", ".join(map(str, dict.fromkeys(numbers[:32])))
             message = f"The reward function {reward.name} failed at row {named} of the dataset: {reason}"
@@ -187,7 +187,7 @@ class Scorer:
             log.warning("%s. %d answers count as 0.", message, len(numbers))
         if not failures:
             log.warning("The reward function %s failed for all answers together, and for none alone.", reward.name)
-        return found
+        return scores
 
 
 class _TooLong(Exception):
@@ -195,16 +195,16 @@ class _TooLong(Exception):
 
 
 def _call(function: Callable[..., Any], batch: Batch, seconds: float) -> list[float | None]:
-    """What a function says of a copy of the batch. Raises ValueError if it is not a number or None for each answer."""
+    """The values of a function for a copy of the batch. Raises ValueError if one is not a finite number or None."""
     task = begun(lambda: [*function(**copy.deepcopy(batch))])
     try:
         within(seconds, lambda: wait([task]))
     except TimeoutError as error:
         raise _TooLong(str(error)) from error
     values = task.result()
-    if len(values) != (number := len(batch["completions"])):
-        raise ValueError(f"it returned {len(values)} values for {number} answers")
-    found = [None if value is None else float(value) for value in values]
-    if bad := [value for value in found if value is not None and not math.isfinite(value)]:
+    if len(values) != (num_answers := len(batch["completions"])):
+        raise ValueError(f"it returned {len(values)} values for {num_answers} answers")
+    scores = [None if value is None else float(value) for value in values]
+    if bad := [score for score in scores if score is not None and not math.isfinite(score)]:
         raise ValueError(f"it returned {bad[0]}")
-    return found
+    return scores

@@ -28,7 +28,6 @@ from fsdp_qlora.training.rl.engine import Engine, run_on_rank_0
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.utils.errors import TrainingError
 from fsdp_qlora.utils.records import parse_record
-from fsdp_qlora.utils.run_files import ROLLOUTS_FILE
 
 
 @dataclass(frozen=True)
@@ -64,52 +63,47 @@ class Rollout:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
         made = Completion(record["token_ids"], record["finish"] == "stop", record.get("sampled_logps"))
-        given = {name: record[name] for name in ("step", "version", "row", "prompt", "reward", "rewards", "advantage")}
+        values = {name: record[name] for name in ("step", "version", "row", "prompt", "reward", "rewards", "advantage")}
         texts = {"text": record["completion"], "prompt_ids": record["prompt_ids"]}
-        return cls(**given, **texts, completion=made, old_logps=record.get("old_logps"))
+        return cls(**values, **texts, completion=made, old_logps=record.get("old_logps"))
 
 
-class RolloutFile:
-    """The file of a run's folder, which rank 0 writes."""
+def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
+    lines = "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
+    try:
+        with path.open("ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be written: {error.strerror or error}.") from error
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / ROLLOUTS_FILE
 
-    def append(self, rollouts: Sequence[Rollout]) -> None:
-        """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
-        lines = "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
-        try:
-            with self._path.open("ab") as file:
-                file.write(lines.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise TrainingError(f"{self._path} cannot be written: {error.strerror or error}.") from error
-
-    def truncate(self, step: int) -> list[dict[str, Any]]:
-        """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's."""
-        last, end = list[dict[str, Any]](), 0
-        with contextlib.suppress(FileNotFoundError), self._path.open("r+b") as file:
-            for line in file:
-                record = parse_record(line) if line.endswith(b"\n") else None
-                if record is None or record["step"] > step:
-                    break
-                last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
-                end += len(line)
-            file.truncate(end)
-        return last
+def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's."""
+    last, end = list[dict[str, Any]](), 0
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        for line in file:
+            record = parse_record(line) if line.endswith(b"\n") else None
+            if record is None or record["step"] > step:
+                break
+            last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
+            end += len(line)
+        file.truncate(end)
+    return last
 
 
 def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
-    prompts, token_ids = [each.prompt_ids for each in rollouts], [each.completion.token_ids for each in rollouts]
+    prompts, made = [rollout.prompt_ids for rollout in rollouts], [rollout.completion for rollout in rollouts]
     logps = {
-        "old_logps": [each.old_logps for each in rollouts],
-        "sampled_logps": [each.completion.logps for each in rollouts],
+        "old_logps": [rollout.old_logps for rollout in rollouts],
+        "sampled_logps": [completion.logps for completion in made],
     }
     return dataclasses.replace(
-        join_completions(prompts, token_ids, [each.row for each in rollouts]),
-        advantages=np.array([each.advantage for each in rollouts], np.float32),
+        join_completions(prompts, [completion.token_ids for completion in made], [rollout.row for rollout in rollouts]),
+        advantages=np.array([rollout.advantage for rollout in rollouts], np.float32),
         **{name: _of_tokens(prompts, values) for name, values in logps.items() if values[0] is not None},
     )
 
@@ -134,7 +128,7 @@ class Rollouts:
     data: RunData
     engine: Engine
     scorer: Scorer
-    file: RolloutFile
+    path: Path
     ranks: Ranks
     control: Control
     text_of: Callable[[list[int]], str]
@@ -150,36 +144,36 @@ class Rollouts:
             RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
             lacks answers. RunStopped: the ranks have agreed to stop.
         """
-        rollouts, each = self._kept(first), schedule.num_generations
+        rollouts, group_size = self._kept(first), schedule.num_generations
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
-            number, iteration = divmod(step, schedule.num_iterations)
+            generation, iteration = divmod(step, schedule.num_iterations)
             if iteration == 0:
-                rollouts = self._generation(rows.reshape(-1, each), number, step)
+                rollouts = self._generation(rows.reshape(-1, group_size), generation, step)
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from. Restore it, or resume from the "
                     f"checkpoint of a step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            metrics = metrics_of(rollouts, each) | {"generation_seconds": time.perf_counter() - started}
+            metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started}
             yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), metrics=metrics)
 
     def _kept(self, step: int) -> list[Rollout]:
         """The last rollouts before a step, on every rank; what was written for later ones goes."""
-        found = json.dumps(self.file.truncate(step)) if self.ranks.is_rank_0 else ""
-        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(found, self.ranks.device)[0])]
+        text = json.dumps(truncate_rollouts(self.path, step)) if self.ranks.is_rank_0 else ""
+        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(text, self.ranks.device)[0])]
 
-    def _generation(self, rows: np.ndarray, number: int, step: int) -> list[Rollout]:
-        """Complete prompts [prompts, completions], given by their rows; called on every rank, with the same result."""
+    def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
+        """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
         assert self.data.prompts is not None
         prompts = [self.data.prompts.rows[row] for row in rows.ravel()]
-        completions = self.engine.complete([prompt.ids for prompt in prompts], number, version=step)
-        given = list(zip(prompts, completions, strict=True))
+        completions = self.engine.complete([prompt.ids for prompt in prompts], generation, version=step)
+        answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
-        score = partial(self.scorer.score, self._batch(given), numbers)
+        score = partial(self.scorer.score, self._batch(answered), numbers)
         values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
-        sums = [_weighted(each, weights) for each in zip(*values.values(), strict=True)]
+        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)]
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
         rollouts = [
             Rollout(
@@ -194,36 +188,37 @@ class Rollouts:
                 advantage=gains[place],
                 prompt_ids=prompt.ids,
             )
-            for place, (prompt, made) in enumerate(given)
+            for place, (prompt, made) in enumerate(answered)
         ]
         if self.logprobs:
             table = table_of(rollouts)
-            found = np.split(self.logprobs(table), table.offsets[1:-1])
+            logps = np.split(self.logprobs(table), table.offsets[1:-1])
             rollouts = [
                 dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
-                for rollout, of_row in zip(rollouts, found, strict=True)
+                for rollout, of_row in zip(rollouts, logps, strict=True)
             ]
         with raise_on_all_ranks(TrainingError, self.ranks.device):
             if self.ranks.is_rank_0:
-                self.file.append(rollouts)
+                append_rollouts(self.path, rollouts)
         return rollouts
 
-    def _batch(self, given: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
+    def _batch(self, answered: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
-        prompts, said = [prompt for prompt, _ in given], [completion.token_ids for _, completion in given]
+        prompts, said = [prompt for prompt, _ in answered], [completion.token_ids for _, completion in answered]
         texts: list[Any] = list(map(self.text_of, said))
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        return {**columns, "prompts": [each.content for each in prompts], "completions": texts, "completion_ids": said}
+        columns["prompts"] = [prompt.content for prompt in prompts]
+        return {**columns, "completions": texts, "completion_ids": said}
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
     """The sum of an answer's rewards; None if no function applies to it."""
-    known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-    return sum(known) if known else None
+    weighted = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+    return sum(weighted) if weighted else None
 
 
 def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
@@ -233,35 +228,35 @@ def advantages(rewards: np.ndarray, scale: str) -> np.ndarray:
         rewards: float64 [groups, answers]; NaN for one without a reward, which counts for nothing and gets 0.
         scale: "group", "batch" or "none": the standard deviation to divide by.
     """
-    known = np.ma.masked_invalid(rewards)
-    found = known - known.mean(axis=1, keepdims=True)
+    masked = np.ma.masked_invalid(rewards)
+    gains = masked - masked.mean(axis=1, keepdims=True)
     if scale != "none":
-        found = found / (_spread(known, axis=1 if scale == "group" else None) + _LEAST_SPREAD)
-    return np.asarray(np.ma.filled(found, 0.0))
+        gains = gains / (_spread(masked, axis=1 if scale == "group" else None) + _LEAST_SPREAD)
+    return np.asarray(np.ma.filled(gains, 0.0))
 
 
-def _spread(known: Any, axis: int | None = None) -> Any:
+def _spread(values: Any, axis: int | None = None) -> Any:
     """The standard deviation, from one less than there are values."""
-    return known.std(axis=axis, ddof=1, keepdims=True)
+    return values.std(axis=axis, ddof=1, keepdims=True)
 
 
 def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, float]:
     """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
     lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
     ended = lengths[[rollout.completion.is_done for rollout in rollouts]]
-    rewards = _known([rollout.reward for rollout in rollouts])
+    rewards = _masked([rollout.reward for rollout in rollouts])
     of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
-    found = {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+    metrics = {"reward": rewards.mean(), "reward_std": _spread(rewards)}
     for name in rollouts[0].rewards:
-        values = _known([rollout.rewards[name] for rollout in rollouts])
-        found |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
-    found["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
-    for name, each in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
+        values = _masked([rollout.rewards[name] for rollout in rollouts])
+        metrics |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
+    metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
+    for name, counts in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
         for kind in ("mean", "min", "max"):
-            found[f"completions/{kind}{name}_length"] = getattr(each, kind)()
-    found["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
-    return {name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item()) for name, value in found.items()}
+            metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
+    metrics["completions/clipped_ratio"] = 1 - len(ended) / len(rollouts)
+    return {name: float(np.ma.filled(np.ma.asarray(value, float), np.nan).item()) for name, value in metrics.items()}
 
 
-def _known(values: Sequence[float | None]) -> Any:
+def _masked(values: Sequence[float | None]) -> Any:
     return np.ma.masked_invalid(np.array(values, np.float64))
