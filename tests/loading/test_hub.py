@@ -223,7 +223,9 @@ for argv in json.loads(sys.argv[1]):
 """
 
 
-def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple[list[int], str]:
+def run_in_turn(
+    hub: Hub, folder: Path, cases: list[dict[str, object]], *, buffer_mib: str = "128"
+) -> tuple[list[int], str]:
     """Runs of train.py in one process, whose hub this is: their exit statuses and all that they print."""
     rows = write_rows(folder / "rows.jsonl", make_rows(4))
     write_rows(folder / "columns.jsonl", [{"a": "1", "b": "2"}])
@@ -232,7 +234,7 @@ def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple
     done = subprocess.run(
         [sys.executable, "-c", REFUSE, json.dumps(argvs)],
         cwd=folder,
-        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), BUFFER: "1e9"},
+        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), BUFFER: buffer_mib},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -247,7 +249,7 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
 ) -> None:
     hub.files = {path.name: path.read_bytes() for path in models().iterdir()}
     hub.moves = True
-    statuses, output = run_in_turn(hub, tmp_path, list(CASES.values()))
+    statuses, output = run_in_turn(hub, tmp_path, list(CASES.values()), buffer_mib="1e9")
     assert dict(zip(CASES, statuses, strict=True)) == dict.fromkeys(CASES, 2), output
     assert hub.requests["config.json"] > 0 and hub.requests["model.safetensors"] == 0, output
     # Then a run that is accepted gets them, of the commit that it has planned with, and the next one needs no hub.
