@@ -57,6 +57,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return get
 
 
+@pytest.fixture(autouse=True)
+def _no_handler_of_another_test() -> None:
+    """A program that ran in this process has left the log's handler, whose stream may be closed by now."""
+    logging.getLogger("fsdp_qlora").handlers.clear()
+
+
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     """What rank 0's logger prints."""

@@ -433,7 +433,7 @@ def test_instructions_use_the_chat_template_of_chat_models(name: str, tmp_path: 
 
     def chosen(**given: Any) -> str | None:
         config = TrainConfig(output_dir=str(tmp_path / "run"), **given)
-        return data_options(config, tmp_path, asking).prompt_template
+        return data_options(config, tmp_path, asking).text.prompt_template
 
     assert chosen() == ("chat" if is_chat else None)
     assert chosen(prompt_template="alpaca") == "alpaca"

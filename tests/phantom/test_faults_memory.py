@@ -55,12 +55,12 @@ def _train_with_less(
 ) -> list[environment.Rank]:
     """Three steps of long rows; after the first the last rank's GPU has only a share left of what a step needs."""
     row = {"instruction": "write", "input": "", "output": "water river " * 700}
-    options |= {
+    options = {
         "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
         "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
         "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
         "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_every": "none",
-        "verbose": True,
+        "verbose": True, **options,
     }  # fmt: skip
     arguments = flags(**options)
     program = "tests/phantom/programs/less_memory.py"
