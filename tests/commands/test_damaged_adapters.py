@@ -51,7 +51,7 @@ DAMAGES = {
     "targets": Damage("no linear layer of the decoder blocks is named w1", {}, {"target_modules": ["w1"]}, ("train",)),
     "bias": Damage("has bias 'all', which cannot be trained here", {}, {"bias": "all"}, ("train",)),
     "other base": Damage(
-        "was trained on owner/other, and --model_name is owner/this. If they are the same",
+        "was trained on owner/other, and --model_name is owner/this. If the weights are the same",
         config={"base_model_name_or_path": "owner/other"},
         by=("train",),
     ),
