@@ -202,8 +202,8 @@ def _describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
     """One line: about how much each of several nodes sends to the others in a step."""
     meta, (sharded_over, frees_blocks) = placed.model.meta, SHARDING_STRATEGIES[placed.placement.sharding_strategy]
     sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
-    all_reduced = 2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes
-    line = f"Between {num_nodes} nodes: each sends about {format_bytes(all_reduced)} per step, gradients of what trains"
+    size = format_bytes(2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes)
+    line = f"Between {num_nodes} nodes: each sends about {size} per step, gradients of trainable weights"
     if sharded_over == "all":
         gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
         line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"

@@ -95,7 +95,7 @@ class PlanReport:
             columns = [round(_BAR * min(part / (self.gpu_bytes or whole), 1.5)) for part in (stays, whole)]
             drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
             yield f"  {name:15} {f'{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}'} {whole / GIB:.1f} GiB"
-        yield "  '#' stays there, '+' comes and goes, '|' is the end of the card"
+        yield "  '#' stays allocated, '+' is temporary, '|' is the memory of the card"
 
     def largest(self) -> Iterator[str]:
         """The largest items at the peak."""

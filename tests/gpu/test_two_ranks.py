@@ -55,7 +55,7 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(inputs, tmp_path):
         statuses, output = program.wait(SECONDS), program.output()
     # A closed connection ends it at once; NCCL waits, and the watchdog says it after 30 s.
     assert statuses[0] in (1, 5) and statuses[1] == -signal.SIGKILL, (statuses, output[-4000:])
-    assert "The connection to another rank was lost" in output or "Rank 1 has given no sign of life" in output
+    assert "The connection to another rank was lost" in output or "Rank 1 has sent no heartbeat" in output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
