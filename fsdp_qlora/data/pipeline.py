@@ -360,7 +360,7 @@ def check_report(report: DataReport, options: DataOptions) -> None:
     allowed, num_bad = options.max_bad_rows, report.num_rejected
     advice = report.describe_cut(options.longest_row)
     if report.num_used == 0 or num_bad > allowed * report.num_rows:
-        lines = [*report.describe_rejected().values()]
+        lines = report.describe_rejected()
         if len(lines) > NUMBERS_SHOWN:
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
         cure = f"raise {'--context_length or ' if report.num_too_long else ''}--max_bad_rows"
@@ -369,7 +369,7 @@ def check_report(report: DataReport, options: DataOptions) -> None:
             f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())
-    for line in report.describe_rejected().values():
+    for line in report.describe_rejected():
         log.warning("Rows left out, %s", line)
     for line in [*report.describe_notes(), *advice]:
         log.warning("%s", line)

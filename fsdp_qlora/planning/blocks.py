@@ -140,10 +140,7 @@ def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> Block
         set_save_inputs_only(wrapped, not recomputes)
         x = torch.empty(inputs.shape, dtype=inputs.dtype, device="meta", requires_grad=True)
         uncounted = filter(torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves(inputs)])
-        with (
-            CountedStorages(uncounted) as count,
-            torch.autocast("cpu", precision.compute_dtype, enabled=precision.autocast),
-        ):
+        with CountedStorages(uncounted) as count, precision.autocasting(torch.device("cpu")):
             y = wrapped(x, *inputs.args, **inputs.kwargs)
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
             del y

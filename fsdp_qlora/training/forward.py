@@ -62,7 +62,7 @@ class ForwardPass:
         documents = {} if self.collator.schedule.padding else describe_documents([input_ids.shape[1]])
         # Every rank has all of these tokens, and shares none of them.
         attention = attending(self.model, self.attention)
-        with attention, self.autocast(), same_tokens(self.model, input_ids):
+        with attention, self.precision.autocasting(self.ranks.device), same_tokens(self.model, input_ids):
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
                 probes.check_reference(self.model, self.reference, inputs)
@@ -82,7 +82,7 @@ class ForwardPass:
         reference = self.reference.beside_policy() if self.reference and not alone else contextlib.nullcontext()
         looked_up = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
-        with self.autocast(), reference, looked_up, towers:
+        with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
             losses = self.loss_of_tokens(
                 on_device.model_inputs, on_device.target_rows, on_device.targets, reduction=reduction
             )
@@ -91,11 +91,6 @@ class ForwardPass:
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """Attention that does not cross rows, in forward and in backward passes, which may recompute."""
         return attending(self.model, self.attention, self.context)
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.ranks.device.type, dtype=self.precision.compute_dtype, enabled=self.precision.autocast
-        )
 
 
 def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> LogProbs:

@@ -165,10 +165,9 @@ class Probed(NamedTuple):
 
     def logits(self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any) -> torch.Tensor:
         """The model's logits. tokens: what each rank looks up, if they are not the same."""
-        model, precision, device = self.model, self.precision, self.ranks.device
+        model, device = self.model, self.ranks.device
         looked_up = tokens_known(model, tokens) if tokens else same_tokens(model, input_ids)
-        autocast = torch.autocast(device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
-        with autocast, looked_up:
+        with self.precision.autocasting(device), looked_up:
             inputs = to_device({"input_ids": input_ids, **documents}, device)
             logits: torch.Tensor = model(**inputs, use_cache=False).logits
         reshard_all(model)

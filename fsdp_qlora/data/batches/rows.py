@@ -298,7 +298,7 @@ class DataReport(RowCounts):
         )
         return fit(text, self.origin)
 
-    def describe_rejected(self) -> dict[str, str]:
+    def describe_rejected(self) -> list[str]:
         """A line for each reason, with the first rows that were left out for it."""
         return self._lines(self.rejected)
 
@@ -307,7 +307,7 @@ class DataReport(RowCounts):
         names, more = [fit(name) for name in self.unused_columns[:_NAMED]], len(self.unused_columns) - _NAMED
         unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: {', '.join(names)}"
         unused += f" and {more:,} more" if more > 0 else ""
-        return [*([unused] if names else []), *self._lines(self.notes).values()]
+        return [*([unused] if names else []), *self._lines(self.notes)]
 
     def describe_cut(self, context_length: int) -> list[str]:
         """A line of advice where many tokens are cut or prompts fill the context."""
@@ -332,9 +332,9 @@ class DataReport(RowCounts):
             places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
         return "; ".join(places)
 
-    def _lines(self, rows: Mapping[str, list[int]]) -> dict[str, str]:
-        lines = {}
+    def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
+        lines = []
         for what, numbers in sorted(rows.items(), key=lambda item: item[1]):
             places = self._locate(numbers[:NUMBERS_SHOWN]) + ", ..." * (len(numbers) > NUMBERS_SHOWN)
-            lines[what] = f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1)
+            lines.append(f"{places}: {what}" + f" ({len(numbers):,} rows)" * (len(numbers) > 1))
         return lines

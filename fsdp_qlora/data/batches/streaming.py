@@ -104,7 +104,7 @@ class RowStream:
         tokenized, report = self.tokenize(entries)
         self._num_read += report.num_rows
         self._num_bad += report.num_rejected
-        for line in report.describe_rejected().values():
+        for line in report.describe_rejected():
             log.warning("Rows left out, %s", line)
         if self._num_bad > self.max_bad_rows * self._num_read:
             [(where, reason), *_] = report.places() or [(self.source.origin, "see above")]

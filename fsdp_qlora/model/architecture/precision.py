@@ -29,6 +29,10 @@ class Precision(NamedTuple):
         """Whether the loss must be scaled, since gradients in fp16 have a narrow range."""
         return self.compute_dtype == torch.float16
 
+    def autocasting(self, device: torch.device) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(device.type, self.compute_dtype, enabled=self.autocast)
+
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _ALL = (

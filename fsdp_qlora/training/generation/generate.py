@@ -284,7 +284,7 @@ class TextGenerator:
         try:
             if head:
                 head.counts = [counts[rank] for rank in sharing_ranks(model)]
-            with torch.autocast(device.type, self._precision.compute_dtype, enabled=self._precision.autocast):
+            with self._precision.autocasting(device):
                 model.eval().generate(
                     padded(inputs),
                     attention_mask=padded([torch.ones_like(ids) for ids in inputs]),
