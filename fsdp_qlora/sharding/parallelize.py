@@ -76,7 +76,9 @@ def shard_model(
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
     for tower in parts.towers.values():
-        shard(tower, reshard=True)  # gathered for images alone: `gathered`
+        # Gathered for images alone (`gathered`), and frozen. With a reduce_dtype, FSDP2 asks all groups for gradients
+        # to accumulate, and fails at one that was never gathered.
+        shard(tower, reshard=True, policy=dataclasses.replace(cast, reduce_dtype=None))
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:

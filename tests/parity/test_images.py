@@ -221,6 +221,21 @@ def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folder
     assert "Rows are padded" in output
 
 
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_a_step_in_16_bits_may_begin_with_rows_without_images(family: str, folders: Any, tmp_path: Path) -> None:
+    folder = folders(family)
+    chats = make_chats(folder)[0]
+    rows = [json.dumps(chats[n]) for n in (1, 1, 1, 1, 2, 3, 4, 5)]  # row 1 is the longest, so it comes first
+    dataset = folder / "text_first.jsonl"
+    dataset.write_text("\n".join(rows) + "\n")
+    losses = []
+    for precision in ("fp32", "bf16"):
+        options = {**OPTIONS, "precision": precision, "gradient_accumulation_steps": 4, "batch_size": 1}
+        train_ok(2, tmp_path / precision, model_name=folder, dataset=dataset, **options)
+        losses.append(read_metrics(tmp_path / precision))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2) and losses[0] != losses[1]  # bf16 has 8 bits
+
+
 def _count_towers(argv: list[str], file: Path) -> int:
     """A run of one rank; writes how often its vision tower computed, and whether with a gradient."""
     import train
