@@ -101,7 +101,7 @@ def run_script() -> None:
     """The script that sys.argv names, or with -m the module."""
     import sitecustomize
 
-    sitecustomize.record_if_asked()
+    sitecustomize.start_as_asked()
     if sys.argv[0] == "-m":
         del sys.argv[0]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -173,8 +173,12 @@ static void write_zeros(char *to, size_t size) {
     memset((void *)end, 0, (uintptr_t)to + size - end);
 }
 
-/* What arrives: known bytes as they are; one byte that is not known as 1 (a comparison is true); else zeros. */
+/* What arrives: with PHANTOM_VALUES all; else known bytes as they are; one byte that is not known as 1 (a comparison is true); else zeros. */
 static void move_contents(void *to, const void *from, size_t size, int direction) {
+    if (settings()->values) {
+        memmove(to, from, size);
+        return;
+    }
     int known = size <= SMALL && (direction == TO_DEVICE || direction == ON_HOST || is_known(from, size));
     one_operation_passes();
     if (direction == ON_HOST || (direction == TO_HOST && known && size > 1)) memcpy(to, from, size);
@@ -234,7 +238,7 @@ EXPORT cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
 
 EXPORT cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t stream) {
     one_operation_passes();
-    if (size <= SMALL) memset(pointer, value, size);
+    if (size <= SMALL || settings()->values) memset(pointer, value, size);
     note(MEMSET, "cudaMemsetAsync", size, stream, 0, 0);
     return cudaSuccess;
 }

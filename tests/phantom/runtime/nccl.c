@@ -1,41 +1,33 @@
-/* Collectives. Every one is noted; messages of at most SMALL bytes really pass between the ranks, through files, so
- * that what ranks tell each other arrives. Larger ones (weights, gradients) are not moved.
+/* NCCL's communicators, and how bytes pass between the ranks: through files.
  *
- * In a small exchange each rank leaves one file and reads those of all others. The host waits for them, which real
- * NCCL does not do; a rank that does not come is an error after PHANTOM_NCCL_SECONDS.
+ * In an exchange each rank leaves one file and reads those of all others; a message has a file of its own. The host
+ * waits for them, which real NCCL does not do; a rank that does not come is an error after PHANTOM_NCCL_SECONDS.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#include "phantom.h"
+#include "nccl.h"
 
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, REMOTE_ERROR = 6, NO_COLOR = -1, POLL_MICROSECONDS = 200 };
-enum { SUM, PROD, MAX, MIN, AVG };
-enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, FLOAT8E4M3, FLOAT8E5M2 };
-static const int bytes_of[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+enum { NO_COLOR = -1, POLL_MICROSECONDS = 200 };
 
 struct unique_id { char text[128]; };
-struct communicator { int ranks, rank, number; long exchanges; char id[96]; };
 /* NCCL's callers may look at a communicator's first bytes: keep them ours, and the block large. */
 enum { COMMUNICATOR_SIZE = 4096, KEPT_FILES = 2 };
 
 static char last_error[256];
 
-static int fail(int status, const char *text) {
+int fail(int status, const char *text) {
     snprintf(last_error, sizeof last_error, "%s", text);
     return status;
 }
 
 /* ---- exchanges */
 
-static void path_of(char *path, size_t size, const struct communicator *comm, long exchange, int rank) {
-    snprintf(path, size, "%s/phantom_%s_%ld_%d", settings()->exchange_dir, comm->id, exchange, rank);
-}
+enum { PATH = 512 };
 
-static int leave(const struct communicator *comm, const void *message, size_t size) {
-    char path[512], unfinished[520];
-    path_of(path, sizeof path, comm, comm->exchanges, comm->rank);
+static int leave(const char *path, const void *message, size_t size) {
+    char unfinished[PATH + 8];
     snprintf(unfinished, sizeof unfinished, "%s.part", path);
     FILE *file = fopen(unfinished, "wb");
     if (!file) return 0;
@@ -43,9 +35,7 @@ static int leave(const struct communicator *comm, const void *message, size_t si
     return !fclose(file) && written && !rename(unfinished, path);
 }
 
-static int collect(const struct communicator *comm, int rank, void *message, size_t size) {
-    char path[512];
-    path_of(path, sizeof path, comm, comm->exchanges, rank);
+static int collect(const char *path, void *message, size_t size) {
     long polls = settings()->exchange_seconds * (1000000L / POLL_MICROSECONDS);
     FILE *file;
     while (!(file = fopen(path, "rb")) && polls-- > 0) usleep(POLL_MICROSECONDS);
@@ -55,22 +45,28 @@ static int collect(const struct communicator *comm, int rank, void *message, siz
     return whole;
 }
 
+static void path_of(char *path, const struct communicator *comm, long exchange, int rank) {
+    snprintf(path, PATH, "%s/phantom_%s_%ld_%d", settings()->exchange_dir, comm->id, exchange, rank);
+}
+
 /* Every rank's `size` bytes, one after the other, to `all`. */
 static int exchange(struct communicator *comm, const void *mine, size_t size, char *all) {
-    char path[512];
+    char path[PATH];
     if (comm->ranks == 1) return memcpy(all, mine, size), SUCCESS;
-    if (!leave(comm, mine, size)) return fail(SYSTEM_ERROR, "phantom: PHANTOM_DIR cannot be written");
-    for (int rank = 0; rank < comm->ranks; rank++)
-        if (!collect(comm, rank, all + rank * size, size))
+    path_of(path, comm, comm->exchanges, comm->rank);
+    if (!leave(path, mine, size)) return fail(SYSTEM_ERROR, "phantom: PHANTOM_DIR cannot be written");
+    for (int rank = 0; rank < comm->ranks; rank++) {
+        path_of(path, comm, comm->exchanges, rank);
+        if (!collect(path, all + rank * size, size))
             return fail(REMOTE_ERROR, "phantom: another rank did not come, or came with another size");
-    path_of(path, sizeof path, comm, comm->exchanges - KEPT_FILES, comm->rank); /* all have read it: they were here since */
+    }
+    path_of(path, comm, comm->exchanges - KEPT_FILES, comm->rank); /* all have read it: they were here since */
     unlink(path);
     comm->exchanges++;
     return SUCCESS;
 }
 
-/* Exchange device memory. Returns with *known set when every rank's bytes were known (contents.c). */
-static int exchange_contents(struct communicator *comm, const void *mine, size_t size, char *all, int *known) {
+int exchange_contents(struct communicator *comm, const void *mine, size_t size, char *all, int *known) {
     char *message = malloc(size + 1), *messages = malloc((size + 1) * comm->ranks);
     message[0] = (char)is_known(mine, size);
     memcpy(message + 1, mine, size);
@@ -85,6 +81,27 @@ static int exchange_contents(struct communicator *comm, const void *mine, size_t
     return status;
 }
 
+/* ---- messages from rank to rank */
+
+static void path_between(char *path, const struct communicator *comm, int from, int to, long number) {
+    snprintf(path, PATH, "%s/phantom_%s_from%d_to%d_%ld", settings()->exchange_dir, comm->id, from, to, number);
+}
+
+/* The sender leaves its message and goes on. */
+int send_message(struct communicator *comm, int to, const void *message, size_t size) {
+    char path[PATH];
+    path_between(path, comm, comm->rank, to, comm->sent[to]++);
+    return leave(path, message, size) ? SUCCESS : fail(SYSTEM_ERROR, "phantom: PHANTOM_DIR cannot be written");
+}
+
+int receive_message(struct communicator *comm, int from, void *message, size_t size) {
+    char path[PATH];
+    path_between(path, comm, from, comm->rank, comm->received[from]++);
+    if (!collect(path, message, size)) return fail(REMOTE_ERROR, "phantom: another rank did not send, or another size");
+    unlink(path);
+    return SUCCESS;
+}
+
 /* ---- communicators */
 
 static int make(struct communicator **made, int ranks, int rank, const char *id) {
@@ -94,6 +111,8 @@ static int make(struct communicator **made, int ranks, int rank, const char *id)
     (*made)->rank = rank;
     (*made)->number = __atomic_fetch_add(&number, 1, __ATOMIC_RELAXED);
     snprintf((*made)->id, sizeof (*made)->id, "%s", id);
+    (*made)->sent = calloc(ranks, sizeof(long));
+    (*made)->received = calloc(ranks, sizeof(long));
     return SUCCESS;
 }
 
@@ -143,124 +162,12 @@ EXPORT int ncclCommCount(struct communicator *comm, int *ranks) { return *ranks 
 EXPORT int ncclCommUserRank(struct communicator *comm, int *rank) { return *rank = comm->rank, SUCCESS; }
 EXPORT int ncclCommRegister(struct communicator *comm, void *buffer, size_t size, void **handle) { return *handle = NULL, SUCCESS; }
 EXPORT int ncclCommDeregister(struct communicator *comm, void *handle) { return SUCCESS; }
-EXPORT int ncclGroupStart(void) { return SUCCESS; }
-EXPORT int ncclGroupEnd(void) { return SUCCESS; }
 EXPORT int ncclMemAlloc(void **pointer, size_t size) { return cudaMalloc(pointer, size) ? 1 : SUCCESS; }
 EXPORT int ncclMemFree(void *pointer) { return cudaFree(pointer) ? 1 : SUCCESS; }
-EXPORT int ncclRedOpCreatePreMulSum(int *made, void *scalar, int type, int residence, struct communicator *comm) { return *made = SUM, SUCCESS; }
-EXPORT int ncclRedOpDestroy(int operation, struct communicator *comm) { return SUCCESS; }
 EXPORT const char *ncclGetLastError(struct communicator *comm) { return last_error; }
 
 EXPORT const char *ncclGetErrorString(int error) {
     static const char *const texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error",
                                         "invalid argument", "invalid usage", "remote process exited or there was a network error"};
     return error >= 0 && error <= REMOTE_ERROR ? texts[error] : "unknown result code";
-}
-
-/* ---- collectives */
-
-static void note_collective(const char *name, size_t size, const struct communicator *comm, const void *stream) {
-    one_operation_passes();
-    note(COLLECTIVE, name, size, stream, comm->number, comm->ranks);
-}
-
-/* PHANTOM_NCCL_FAIL: this many gathers succeed. */
-static int failure_asked_for(void) {
-    static long calls;
-    long allowed = settings()->nccl_calls_until_failure;
-    if (allowed < 0 || __atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) <= allowed) return SUCCESS;
-    return fail(settings()->nccl_failure, settings()->nccl_failure_text);
-}
-
-EXPORT int ncclAllGather(const void *from, void *to, size_t number, int type, struct communicator *comm, void *stream) {
-    size_t size = number * bytes_of[type];
-    int known, status = failure_asked_for();
-    if (status) return status;
-    note_collective("all_gather", size * comm->ranks, comm, stream);
-    if (size * comm->ranks > SMALL) return SUCCESS;
-    status = exchange_contents(comm, from, size, to, &known);
-    if (known) set_known(to, size * comm->ranks);
-    return status;
-}
-
-EXPORT int ncclReduceScatter(const void *from, void *to, size_t number, int type, int operation,
-                             struct communicator *comm, void *stream) {
-    note_collective("reduce_scatter", number * bytes_of[type] * comm->ranks, comm, stream);
-    return SUCCESS;
-}
-
-EXPORT int ncclAlltoAll(const void *from, void *to, size_t number, int type, struct communicator *comm, void *stream) {
-    note_collective("all_to_all", number * bytes_of[type] * comm->ranks, comm, stream);
-    return SUCCESS;
-}
-
-#define REDUCE(type, result, part, number, operation)                                                          \
-    for (size_t i = 0; i < (number); i++) {                                                                    \
-        type *left = (type *)(result) + i, right = ((const type *)(part))[i];                                  \
-        if ((operation) == SUM || (operation) == AVG) *left += right;                                          \
-        else if ((operation) == PROD) *left *= right;                                                          \
-        else if ((operation) == MAX ? right > *left : right < *left) *left = right;                            \
-    }
-
-/* Add (or ...) one rank's part to the result. The types of counts, flags and losses; others keep the first rank's. */
-static void reduce(void *result, const void *part, size_t number, int type, int operation) {
-    switch (type) {
-        case UINT8: REDUCE(uint8_t, result, part, number, operation); break;
-        case INT32: REDUCE(int32_t, result, part, number, operation); break;
-        case INT64: REDUCE(int64_t, result, part, number, operation); break;
-        case FLOAT32: REDUCE(float, result, part, number, operation); break;
-        case FLOAT64: REDUCE(double, result, part, number, operation); break;
-    }
-}
-
-EXPORT int ncclAllReduce(const void *from, void *to, size_t number, int type, int operation,
-                         struct communicator *comm, void *stream) {
-    size_t size = number * bytes_of[type];
-    note_collective("all_reduce", size, comm, stream);
-    if (size * comm->ranks > SMALL) return SUCCESS;
-    int known;
-    char *all = malloc(size * comm->ranks);
-    int status = exchange_contents(comm, from, size, all, &known);
-    for (int rank = 1; known && rank < comm->ranks; rank++) reduce(all, all + rank * size, number, type, operation);
-    if (known) {
-        memcpy(to, all, size);
-        set_known(to, size);
-    }
-    free(all);
-    return status;
-}
-
-EXPORT int ncclBroadcast(const void *from, void *to, size_t number, int type, int root, struct communicator *comm, void *stream) {
-    size_t size = number * bytes_of[type];
-    note_collective("broadcast", size, comm, stream);
-    if (size * comm->ranks > SMALL) return SUCCESS;
-    int known;
-    char *all = malloc(size * comm->ranks);
-    int status = exchange_contents(comm, comm->rank == root ? from : to, size, all, &known);
-    if (status == SUCCESS) {
-        memcpy(to, all + root * size, size);
-        set_known(to, size);
-    }
-    free(all);
-    return status;
-}
-
-EXPORT int ncclBcast(void *buffer, size_t number, int type, int root, struct communicator *comm, void *stream) {
-    return ncclBroadcast(buffer, buffer, number, type, root, comm, stream);
-}
-
-EXPORT int ncclReduce(const void *from, void *to, size_t number, int type, int operation, int root,
-                      struct communicator *comm, void *stream) {
-    note_collective("reduce", number * bytes_of[type], comm, stream);
-    return SUCCESS;
-}
-
-EXPORT int ncclSend(const void *from, size_t number, int type, int peer, struct communicator *comm, void *stream) {
-    note_collective("send", number * bytes_of[type], comm, stream);
-    return SUCCESS;
-}
-
-EXPORT int ncclRecv(void *to, size_t number, int type, int peer, struct communicator *comm, void *stream) {
-    note_collective("recv", number * bytes_of[type], comm, stream);
-    return SUCCESS;
 }

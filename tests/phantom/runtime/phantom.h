@@ -23,6 +23,7 @@ struct settings {
     long nccl_calls_until_failure; /* PHANTOM_NCCL_FAIL=CALLS[:CODE[:TEXT]], -1: never */
     int nccl_failure;
     const char *nccl_failure_text;
+    int values;                /* PHANTOM_VALUES: all bytes move, and operators are computed (../values) */
 };
 
 const struct settings *settings(void);
@@ -74,6 +75,11 @@ void one_operation_passes(void);
 void set_known(const void *pointer, size_t size);
 int is_known(const void *pointer, size_t size);
 void forget_known(void);
+
+/* ---- values.c */
+
+/* Kernels and matrix products say with this that they were launched. */
+void stray_unless_covered(const char *name);
 
 /* ---- device.c */
 

@@ -43,6 +43,7 @@ static void read_environment(void) {
     values.cc_minor = cc % 10;
     values.exchange_dir = text("PHANTOM_DIR", "/dev/shm");
     values.exchange_seconds = atoi(text("PHANTOM_NCCL_SECONDS", "600"));
+    values.values = atoi(text("PHANTOM_VALUES", "0"));
     read_nccl_failure();
 }
 
