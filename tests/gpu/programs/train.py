@@ -4,8 +4,24 @@ Over gloo several ranks share a card, which NCCL refuses; --memory_mib takes awa
 """
 
 import argparse
-import functools
 import sys
+from typing import Any
+
+
+def connect_by(backend: str) -> None:
+    """Let the ranks of this process's runs be connected by this backend, or as the program chooses if it is empty."""
+    import torch.distributed as dist
+
+    from fsdp_qlora.run import run
+
+    start = run.start_process_group
+
+    def start_by_it(*args: Any, **options: Any) -> None:
+        start(*args, **options, backend=backend)
+        print(f"ranks are connected by {dist.get_backend()}", flush=True)
+
+    if backend:
+        run.start_process_group = start_by_it
 
 
 def main(argv: list[str]) -> int:
@@ -18,10 +34,8 @@ def main(argv: list[str]) -> int:
     import torch
 
     import train
-    from fsdp_qlora.distributed.process_group import start_process_group
 
-    if args.backend:
-        start_process_group = functools.partial(start_process_group, backend=args.backend)
+    connect_by(args.backend)
     if args.memory_mib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.memory_mib * 2**20 / total, 0)
