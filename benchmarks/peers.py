@@ -93,6 +93,10 @@ def load_peer(work: Steps, device: torch.device) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=0))
+    if device.type == "cuda":  # what loading took, with the whole base in 16 bits, is not a step's
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return model.train()
 
 

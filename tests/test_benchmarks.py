@@ -1,6 +1,7 @@
 """The benchmarks' own logic, on shapes too small to measure anything."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import answers, common, cpu, epoch_time, gpu, gpu_steps
+from benchmarks import answers, common, cpu, epoch_time, gpu, gpu_report, gpu_steps
 from tests.tiny import make_rows, write_rows
 
 
@@ -73,7 +74,7 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
 
 
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
-    chosen = ["offload", "padding", "recompute", "context"]
+    chosen = ["offload", "decode", "types", "context", "padding"]
     report = tmp_path / "report.md"
     argv = ["--tiny", "--precision", "fp32", "--report", str(report), "--parts", *chosen]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
@@ -82,8 +83,9 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
     assert [*rows["padding-free, packing"]["figures"]] == ["padding", "padding-free", "packing"]
     shares = rows["padding-free, packing"]["useful_of_computed"]
     assert shares["padding"] < 0.9 and shares["padding-free"] == shares["packing"] == 1.0
-    assert {*rows["recompute, 7B, 1 x 32"]["figures"]} == {"all", "auto", "none"}
-    assert result["parts"]["recompute"]["blocks_with_recompute"]["1 x 32, auto"] == 0  # a CPU has room
+    assert [*rows["answers, 8B, prompts of 32"]["figures"]] == ["1 at a time", "16 at a time", "64 at a time"]
+    of_types = rows["train types, 8B, 4 x 32"]["figures"]
+    assert len(of_types) == 8 and {"bnb_dora, recompute all", "hqq_lora, recompute none"} < {*of_types}
     assert [*rows["offload, 70B blocks"]["figures"]] == ["resident", "offloaded", "2 of 2 blocks"]
     assert rows["longest context, 8B"]["figures"]["longest"] == 1536
     assert all(value > 0 for row in rows.values() for value in row["figures"].values())
@@ -94,27 +96,69 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
 
 
 def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.socket, "gethostname", lambda: "node-17")
-    monkeypatch.setattr(gpu.getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
+    monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
     error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 1/2; "
     error += "11,000 tokens/s; https://pytorch.org/docs/stable in file:///home/alice/x.py:/mnt/alice/y"
     record = {"has_values": True, "parts": {"box": {"error": error}, "context": {"left_out": "no time left"}}}
-    text = gpu.report(record, gpu.command(["--output", "/home/alice/gpu.json", "--parts", "offload", "speed"]))
+    text = gpu_report.report(
+        record, gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "offload", "speed"])
+    )
     clean = "[user] on [host]: no .../config.json, [secret], 1/2; 11,000 tokens/s; https://pytorch.org/docs/stable in "
     assert f"| box | {clean}.../x.py:.../y |" in text
     assert "| context | no time left |" in text and "`python benchmarks/gpu.py --parts offload speed`" in text
 
 
-def test_gpu_benchmark_ends_a_part_that_takes_too_long_and_goes_on() -> None:
-    result = gpu.run_apart("box", ["--tiny"], seconds=0.2)
-    assert result["error"] == "not done after 0 s"
-    assert result["part_seconds"] < 60
+def test_gpu_report_puts_measured_beside_planned_and_peft() -> None:
+    step = {"tokens_per_second": 9000.0, "planned_tokens_per_second": 6000.0}
+    step |= {name: {"reserved": gib} for name, gib in (("measured_gib", 9.75), ("planned_gib", 9.5))}
+    row = {"item": "beside peers, 8B, 4 x 2048", "unit": "", "figures": {"PEFT + bitsandbytes": 6000.0}}
+    row |= {"ratio": 1.5, "aim": "", "holds": None}
+    peer = {"error": "", "peak_bytes": {"peak_reserved": 19.5 * 2**30}}
+    tests = gpu_report.count_tests(
+        "tests/gpu/test_values.py::test_losses[full, offloaded] PASSED [ 50%]\n"
+        "tests/gpu/test_values.py::test_losses[qlora] FAILED [100%]\n"
+        "FAILED tests/gpu/test_values.py::test_losses[qlora] - AssertionError: [1.5], on the CPU [1.6]\n"
+    )
+    parts = {
+        "speed": {"planned": {"all": step}, "rows": [row], "peers": {"PEFT + bitsandbytes": peer}},
+        "offload": {"planned": {"resident": step}},
+        "values": {**tests, "error": "exit status 1", "part_seconds": 61.0, "part_cpu_seconds": 31.0},
+    }
+    text = gpu_report.report({"has_values": True, "parts": parts}, "python benchmarks/gpu.py")
+    assert "| speed | all | 9,000 | 6,000 | 1.50 | 9.75 | 9.5 | 0.50 |" in text
+    assert "| offload | resident | 9,000 | 6,000 |  | 9.75 | 9.5 |  |" in text  # another model than the peers'
+    assert "| values | 1 passed, 1 failed |" in text and "| values | 61 | 31 |" in text
+    assert "| values | test_losses[qlora] - AssertionError: [1.5], on the CPU [1.6] |" in text
+
+
+def test_gpu_benchmark_runs_tests_side_by_side_and_ends_slow_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # In place of tests: two programs that wait for each other, and one that sleeps.
+    meet = "import pathlib, time; pathlib.Path('{0}').touch()\nwhile not pathlib.Path('{1}').exists(): time.sleep(0.05)"
+    said = "\nprint('tests/gpu/test_x.py::test_one PASSED')"
+    files = [tmp_path / "one", tmp_path / "two"]
+    programs = {
+        "values": meet.format(*files) + said + "\n1/0",
+        "ranks": meet.format(*reversed(files)) + said,
+        "box": "import time; time.sleep(600)",
+    }
+    monkeypatch.setattr(gpu, "PARTS", {**gpu.PARTS, "box": gpu.Part(1)})
+    monkeypatch.setattr(gpu, "command_of", lambda name, *_: [sys.executable, "-c", programs[name]])
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    log = tmp_path / "log.txt"
+    status, result = _run(gpu.main, "--parts", *programs, "--log", str(log), output=tmp_path / "out.json")
+    parts = result["parts"]
+    assert status == 1 and parts["values"]["error"] == "exit status 1" and parts["box"]["error"] == "not done after 3 s"
+    assert "error" not in parts["ranks"] and parts["ranks"]["tests"] == parts["values"]["tests"] == {"passed": 1}
+    assert log.read_text().count("test_one PASSED") == 2 and "ZeroDivisionError" in log.read_text()
 
 
 def test_gpu_benchmark_says_so_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
     assert gpu.main([]) == 0
     assert capsys.readouterr().out.count("\n") == 1
 

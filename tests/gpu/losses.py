@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.gpu.cases import COMMON, Case
 from tests.gpu.runs import started
-from tests.tiny import flags, read_metrics
+from tests.tiny import _free_port, flags, read_metrics
 
 
 @dataclass
@@ -19,31 +19,51 @@ class Result:
 
 
 def run_cases(
-    cases: Mapping[str, Case], inputs: Callable[..., dict[str, object]], folder: Path, *, seconds: float = 900
+    cases: Mapping[str, Case],
+    inputs: Callable[..., dict[str, object]],
+    folder: Path,
+    *,
+    ranks: int = 1,
+    backend: str = "",
+    seconds: float = 900,
 ) -> dict[str, Result]:
-    """Run all cases in as few processes as possible: one that fails ends its process, and the next takes the rest."""
-    left = list(cases)
-    results: dict[str, Result] = {}
+    """The losses of all cases, each with so many ranks on one card."""
+    runs = {name: {**inputs(case.model), **COMMON, **case.options} for name, case in cases.items()}
+    failures = run_all(runs, folder, ranks=ranks, backend=backend, seconds=seconds)
+    return {
+        name: Result(failure=failure) if failure else Result(read_metrics(output_of(folder, name)))
+        for name, failure in failures.items()
+    }
+
+
+def run_all(
+    runs: Mapping[str, Mapping[str, object]], folder: Path, *, ranks: int = 1, backend: str = "", seconds: float = 900
+) -> dict[str, str]:
+    """Train with each run's options in as few processes as possible: a run that fails or takes longer ends its process,
+    and the next takes the rest.
+
+    Returns:
+        name -> the end of the process's output, empty where the run finished; its result is in `output_of`.
+    """
+    left, failures = list(runs), {}
     while left:
-        arguments = [
-            flags(**{**inputs(cases[name].model), **COMMON, **cases[name].options, "output_dir": _output(folder, name)})
-            for name in left
-        ]
+        lines = [flags(**{**runs[name], "output_dir": output_of(folder, name)}) for name in left]
+        folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"runs{len(left)}.json"
-        file.write_text(json.dumps(arguments))
-        with started(["-m", "tests.gpu.programs.many_runs", file], folder / f"logs{len(left)}") as program:
-            program.wait(seconds)
-            output = program.output()
-        while left and _is_finished(_output(folder, left[0])):
-            results[left[0]] = Result(read_metrics(_output(folder, left[0])))
-            del left[0]
+        file.write_text(json.dumps([{"port": _free_port(), "options": line} for line in lines]))
+        program = ["-m", "tests.gpu.programs.many_runs", file, "--backend", backend]
+        with started(program, folder / f"logs{len(left)}", ranks=ranks) as process:
+            process.end_after(seconds)
+            output = process.output()
+        assert not backend or f"connected by {backend}" in output, output[-4000:]
+        while left and _is_finished(output_of(folder, left[0])):
+            failures[left.pop(0)] = ""
         if left:
-            results[left[0]] = Result(failure=output[-4000:])
-            del left[0]
-    return results
+            failures[left.pop(0)] = output[-4000:]
+    return failures
 
 
-def _output(folder: Path, name: str) -> Path:
+def output_of(folder: Path, name: str) -> Path:
     return folder / name.replace(",", "").replace(" ", "_")
 
 

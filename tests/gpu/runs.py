@@ -55,6 +55,11 @@ class Started:
             self.end()
             raise AssertionError(f"still running after {seconds} s:\n{self.output()[-4000:]}") from None
 
+    def end_after(self, seconds: float) -> None:
+        """Wait until all ranks have ended, and end those that have not within that time."""
+        with contextlib.suppress(AssertionError):
+            self.wait(seconds)
+
     def end(self) -> None:
         for process in self.processes:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""A run on a GPU that is stopped and resumed, bit for bit the undisturbed one with --deterministic."""
+"""Runs on a GPU that are stopped and resumed, bit for bit the undisturbed ones with --deterministic."""
 
 import json
 
@@ -7,35 +7,44 @@ from safetensors.torch import load_file
 
 from tests.gpu.cases import COMMON
 from tests.gpu.check import same
-from tests.gpu.runs import run
-from tests.tiny import flags, read_metrics
+from tests.gpu.losses import output_of, run_all
+from tests.tiny import read_metrics
 
 STEPS, STOP = 6, 4
+CASES = {
+    "dropout": {"train_type": "qlora", "precision": "bf16", "lora_dropout": 0.1},
+    "offloaded, 8 bits": {
+        "train_type": "qlora", "precision": "bf16", "use_cpu_offload": True, "optimizer": "adamw_8bit",
+    },
+    "hqq_dora, fp16": {"train_type": "hqq_dora", "precision": "fp16"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"train_type": "qlora", "precision": "bf16", "lora_dropout": 0.1},
-        {"train_type": "hqq_dora", "precision": "fp16"},
-        {"train_type": "qlora", "precision": "bf16", "use_cpu_offload": True, "optimizer": "adamw_8bit"},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-def test_a_run_resumed_at_step_4_ends_as_if_never_stopped(options, inputs, tmp_path):
-    def arguments(**more):
-        given = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_every": STOP, "deterministic": True}
-        return ["train.py", "--nproc_per_node", "1", *flags(**{**given, **options, **more})]
+@pytest.fixture(scope="module")
+def runs(inputs, tmp_path_factory):
+    """(whole runs, resumed ones): their folder, and what ended each. All of a kind in one process."""
+    common = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_every": STOP, "deterministic": True}
+    whole, resumed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("resumed")
+    failures = run_all({name: {**common, **CASES[name]} for name in CASES}, whole)
+    again = {
+        name: {**common, **CASES[name], "resume": checkpoint}
+        for name in CASES
+        for checkpoint in (output_of(whole, name) / "checkpoints").glob(f"*{STOP}")
+    }
+    return (whole, failures), (resumed, run_all(again, resumed))
 
-    run(arguments(output_dir=tmp_path / "whole"), tmp_path / "logs")
-    [checkpoint] = [
-        folder for folder in (tmp_path / "whole/checkpoints").iterdir() if folder.name.endswith(str(STOP))
-    ]  # fmt: skip
-    run(arguments(output_dir=tmp_path / "resumed", resume=checkpoint), tmp_path / "logs_resumed")
-    status = json.loads((tmp_path / "resumed/status.json").read_text())
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_resumed_at_step_4_ends_as_if_never_stopped(name, runs):
+    folders = []
+    for folder, failures in runs:
+        assert failures.get(name) == "", failures.get(name)
+        folders.append(output_of(folder, name))
+    whole, resumed = folders
+    status = json.loads((resumed / "status.json").read_text())
     assert (status["start_step"], status["step"]) == (STOP, STEPS)
-    assert read_metrics(tmp_path / "resumed")[-2:] == read_metrics(tmp_path / "whole")[-2:]
-    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("resumed", "whole"))
+    assert read_metrics(resumed)[-2:] == read_metrics(whole)[-2:]
+    found, expected = (load_file(folder / "adapter_model.safetensors") for folder in (resumed, whole))
     assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        same(tensor, expected[name])
+    for key, tensor in found.items():
+        same(tensor, expected[key])

@@ -1,13 +1,16 @@
 """Two ranks on one card, which gloo connects: the losses of one rank, a rank without memory, and the end of a rank."""
 
+import json
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
-from tests.gpu.cases import COMMON, read_reference
+from tests.gpu.cases import COMMON, FP32, HALF, Case, read_reference
 from tests.gpu.check import IS_STAND_IN, holds
-from tests.gpu.runs import run, started, wait_for_step
+from tests.gpu.losses import output_of, run_all, run_cases
+from tests.gpu.runs import started, wait_for_step
 from tests.tiny import flags, read_metrics
 
 # NCCL refuses two ranks on one card, that of the stand-in does not; there gloo would read zeros from the card.
@@ -17,33 +20,77 @@ PROGRAM = ["-m", "tests.gpu.programs.train", "--backend", BACKEND]
 SECONDS = 150 if IS_STAND_IN else 40
 
 
-@pytest.mark.parametrize("how", ["full_shard", "shard_grad_op", "ddp", "offloaded", "experts", "bf16"])
-def test_two_ranks_have_the_losses_of_one(how, inputs, tmp_path):
-    # The same rows a step: two ranks of two rows for one rank of two micro-batches.
-    own = {"offloaded": {"use_cpu_offload": True}, "bf16": {"precision": "bf16"}}
-    strategy = how if how in ("shard_grad_op", "ddp") else "full_shard"  # auto would replicate models that small
-    options: dict[str, object] = {"sharding_strategy": strategy, **own.get(how, {})}
-    base = inputs("moe" if how == "experts" else "llama")
-    same_as = "qlora, experts" if how == "experts" else "qlora"
-    if how == "experts":
-        options["lora_target_parameters"] = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
-    arguments = flags(
-        **{**base, **COMMON, "gradient_accumulation_steps": 1, "train_type": "qlora", **options},
-        output_dir=tmp_path / "out",
-    )
-    output = run([*PROGRAM, "--", *arguments], tmp_path / "logs", ranks=2)
-    losses, expected = read_metrics(tmp_path / "out"), read_reference()["losses"][same_as]
-    assert len(losses) == len(expected), output[-3000:]
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    holds(losses == pytest.approx(expected, rel=2e-2 if how == "bf16" else 1e-4), f"{losses}, one rank: {expected}")
+def _shared(tolerance: float = FP32, **options: object) -> Case:
+    """The rows of a step that one rank has in two micro-batches; auto would replicate models that small."""
+    given = {"train_type": "qlora", "gradient_accumulation_steps": 1, "sharding_strategy": "full_shard", **options}
+    return Case(given, same_as="qlora", tolerance=tolerance)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_all_patterns_of_16_bits_survive_a_gather(ranks, tmp_path):
-    with started(["-m", "tests.gpu.programs.patterns", "--backend", BACKEND], tmp_path, ranks=ranks) as program:
-        statuses, output = program.wait(300), program.output()
+_EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
+CASES = {
+    "bf16": _shared(HALF, precision="bf16"),
+    "offloaded": _shared(use_cpu_offload=True),
+    # Both ranks have half of each row.
+    "context": _shared(HALF, precision="bf16", context_parallel_size=2, gradient_accumulation_steps=2),
+    "experts": replace(_shared(**_EXPERTS), model="moe", same_as="qlora, experts"),
+    "full_shard": _shared(),
+    "shard_grad_op": _shared(sharding_strategy="shard_grad_op"),
+    "ddp": _shared(sharding_strategy="ddp"),
+}
+
+
+@pytest.fixture(scope="module")
+def results(request, inputs, tmp_path_factory):
+    """Of the cases that were selected (-k), run together since most of a run is imports."""
+    wanted = {item.callspec.params["how"] for item in request.session.items if item.module is request.module
+              and "how" in getattr(getattr(item, "callspec", None), "params", {})}  # fmt: skip
+    cases = {name: CASES[name] for name in CASES if name in wanted}
+    return run_cases(cases, inputs, tmp_path_factory.mktemp("runs"), ranks=2, backend=BACKEND, seconds=240)
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_two_ranks_have_the_losses_of_one(how, results):
+    case, result = CASES[how], results[how]
+    assert not result.failure, result.failure
+    expected = read_reference()["losses"][case.same_as]
+    assert len(result.losses) == len(expected)
+    holds(result.losses == pytest.approx(expected, rel=case.tolerance), f"{result.losses}, one rank: {expected}")
+
+
+def test_images_on_two_ranks_have_in_16_bits_the_losses_of_fp32(tmp_path):
+    # Says what is missing and skips this test where images cannot be read.
+    from tests.parity.test_images import gemma3, make_chats
+    from tests.parity.test_multimodal import make_multimodal
+
+    folder = make_multimodal(tmp_path / "gemma3", "gemma3")
+    gemma3(folder)
+    chats, rows = make_chats(folder)[0], folder / "rows.jsonl"
+    # The longest row, which has no image, comes first: on ranks that share the base this was an error once.
+    rows.write_text("\n".join(json.dumps(chats[number]) for number in (1, 1, 1, 1, 2, 3, 4, 5)) + "\n")
+    options = {**COMMON, "model_name": folder, "dataset": rows, "log_to": "stdout", "quant_cache": "off"}
+    options |= {"batch_size": 1, "gradient_accumulation_steps": 4, "max_steps": 2, "num_epochs": 2}
+    runs = {name: {**options, "precision": name, "sharding_strategy": "full_shard"} for name in ("fp32", "bf16")}
+    failures = run_all(runs, tmp_path, ranks=2, backend=BACKEND, seconds=240)
+    assert not any(failures.values()), failures
+    exact, rounded = (read_metrics(output_of(tmp_path, name)) for name in runs)
+    assert len(exact) == len(rounded) == 2
+    holds(rounded == pytest.approx(exact, rel=HALF) and rounded != exact, f"bf16 {rounded}, fp32 {exact}")
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.xfail(reason="NCCL does not promise it", strict=False)),
+    ],
+    ids=["gloo", "NCCL, as on two machines"],
+)
+def test_all_patterns_of_16_bits_survive_a_gather(apart, tmp_path):
+    way = ["--as_on_machines"] if apart else ["--backend", BACKEND]
+    with started(["-m", "tests.gpu.programs.patterns", *way], tmp_path, ranks=2) as program:
+        statuses, output = program.wait(60 if apart else 240), program.output()
     assert "words changed" in output, output[-4000:]
-    holds(statuses == [0] * ranks, output[-4000:])
+    holds(statuses == [0, 0], output[-4000:])
 
 
 def test_a_killed_rank_is_named_by_the_other_which_ends(inputs, tmp_path):
