@@ -1,69 +1,52 @@
 #!/usr/bin/env bash
-# The GPU path on a machine with one NVIDIA GPU: the tests of marker gpu, then benchmarks/gpu.py, under 20 minutes
-# together. Both run even if the other fails; exits with 1 if one failed.
+# The GPU path on a machine with one NVIDIA GPU: tests and measurements in turn, those that say most first, and one
+# report of all. Exits with 1 if a part failed; the others are run nevertheless.
 #
-#     bash scripts/gpu_check.sh [WHEELS_DIR] [OUT]
+#     bash scripts/gpu_check.sh [WHEELS_DIR] [OUT] [--minutes N] [--part 1|2] [OPTIONS OF benchmarks/gpu.py]
 #
-# For a bare machine: Python 3.12, torch 2.11 with CUDA 13, transformers 5.17, no package index. What else is needed
-# comes as wheels in WHEELS_DIR, made elsewhere by `bash scripts/gpu_wheels.sh WHEELS_DIR`; they are installed into a
-# folder of their own and nothing of the machine is changed. Without WHEELS_DIR (or with "") the environment is taken
-# as it is. Into OUT (default: gpu_check): tests.log, tests.xml (with the speeds that tests noted), gpu.log, gpu.json,
-# and report.md, which names neither machine nor user and can be sent to the project.
-# TEST_SECONDS and BENCHMARK_SECONDS bound the two; what is past its bound is ended. TESTS and PARTS choose some, with
-# ";" between two parts:
+# Where a GPU is lent for a quarter of an hour, in two commands, which take these times at most, all included:
 #
-#     TESTS="tests/gpu/test_kernels.py" PARTS="box;speed" bash scripts/gpu_check.sh wheels out
+#     bash scripts/gpu_check.sh wheels out --minutes 8             # part 1
+#     bash scripts/gpu_check.sh wheels out --part 2 --minutes 4
+#
+# Without --minutes both parts are run, and each step may take three times as long. For a bare machine: Python 3.12,
+# torch 2.11 with CUDA 13, transformers 5.17, no package index. What else is needed comes as wheels in WHEELS_DIR, made
+# elsewhere by `bash scripts/gpu_wheels.sh WHEELS_DIR`; they are installed into a folder of their own and nothing of the
+# machine is changed. Without WHEELS_DIR (or with "") the environment is taken as it is. Into OUT (default: gpu_check):
+# report.md, gpu.json with the same figures, and log.txt with what all parts said, without names of machine and user.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-wheels="${1:-}"
-out="$(mkdir -p "${2:-gpu_check}" && cd "${2:-gpu_check}" && pwd)" || exit
 python="${PYTHON:-python3}"
-test_seconds="${TEST_SECONDS:-600}"
-benchmark_seconds="${BENCHMARK_SECONDS:-535}"
-tests="${TESTS:-tests/gpu}"
+minutes="" part="" places=() options=()
+while (($#)); do
+    case "$1" in
+        --minutes) minutes="$2" && shift ;;
+        --part) part="$2" && shift ;;
+        --*) options+=("$1") ;;
+        *) if ((${#options[@]})); then options+=("$1"); else places+=("$1"); fi ;;
+    esac
+    shift
+done
+wheels="${places[0]:-}" out="${places[1]:-gpu_check}"
+mkdir -p "$out" || exit
 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export DISABLE_CUDA=1 # hqq without kernels of its own
-export HF_HUB_OFFLINE=1
 if [ -n "$wheels" ]; then
     site="$(mktemp -d)"
     trap 'rm -rf "$site"' EXIT
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --no-cache-dir \
         --upgrade --target "$site" "$wheels"/*.whl || exit
-    export PYTHONPATH="$PWD:$site"
+    export PYTHONPATH="$PWD:$site:$PYTHONPATH"
 fi
 
-"$python" - <<'PY' || exit
-import sys
-
-import torch
-
-if not torch.cuda.is_available():
-    sys.exit("gpu_check: no NVIDIA GPU is visible to torch " + torch.__version__)
-print(f"gpu_check: {torch.cuda.get_device_name()}, torch {torch.__version__}")
-PY
-
-failed=()
-check() {
-    local name="$1" seconds="$2" start=$SECONDS
-    shift 2
-    # With a moment more than the program's own bound, and then nothing is left of it.
-    timeout --kill-after=10 "$seconds" "$@" 2>&1 | tee "$out/$name.log"
-    [ "${PIPESTATUS[0]}" = 0 ] || failed+=("$name")
-    echo "== $name took $((SECONDS - start)) s"
-}
-
-# Unquoted on purpose: several files.
-# shellcheck disable=SC2086
-check tests "$test_seconds" "$python" -m pytest -m gpu $tests -p no:cacheprovider --durations=15 \
-    --junitxml="$out/tests.xml"
-parts=()
-[ -z "${PARTS:-}" ] || IFS=';' read -ra parts <<<"--parts;${PARTS}"
-check gpu "$((benchmark_seconds + 15))" "$python" benchmarks/gpu.py --max_seconds "$benchmark_seconds" \
-    --output "$out/gpu.json" --report "$out/report.md" ${parts[@]+"${parts[@]}"}
-
-if ((${#failed[@]})); then
-    echo "FAILED: ${failed[*]}; see $out"
-    exit 1
-fi
-echo "All passed: tests, benchmark; see $out"
+case "$part" in
+    2) options=(--parts second ${options[@]+"${options[@]}"}) ;;
+    1) options=(--parts first ${options[@]+"${options[@]}"}) ;;
+    *) [ -z "$minutes" ] || options=(--parts first ${options[@]+"${options[@]}"}) ;;
+esac
+# With ten seconds for the start and the last report.
+[ -z "$minutes" ] || options+=(--max_seconds "$((minutes * 60 - SECONDS - 10))")
+"$python" benchmarks/gpu.py --output "$out/gpu.json" --report "$out/report.md" --log "$out/log.txt" \
+    ${options[@]+"${options[@]}"}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collects in DIR, as wheels of 10 MB together, what scripts/gpu_check.sh installs on a GPU machine without an index:
+# Collects in DIR, as wheels of 7 MB together, what scripts/gpu_check.sh installs on a GPU machine without an index:
 # for Linux x86-64 and Python 3.12, besides torch 2.11 (CUDA 13), transformers 5.17, pandas, pyarrow, xxhash, pyyaml
 # and tqdm.
 #
@@ -11,7 +11,6 @@ folder="${1:?usage: gpu_wheels.sh DIR}"
 python="${PYTHON:-python3}"
 needed=("bitsandbytes>=0.50" "peft>=0.21" "datasets>=5.0" dill multiprocess termcolor)
 needed+=(pytest pluggy iniconfig)
-optional=(trl)
 
 mkdir -p "$folder"
 loaded="$(mktemp -d)"
@@ -24,7 +23,6 @@ fetch() {
 }
 
 for package in "${needed[@]}"; do fetch "$package"; done
-for package in "${optional[@]}"; do fetch "$package" || echo "gpu_wheels: without $package" >&2; done
 # hqq has no wheel on the index, and is built without kernels of its own.
 DISABLE_CUDA=1 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$loaded" "hqq>=0.2.8"
 
