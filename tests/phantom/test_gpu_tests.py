@@ -1,13 +1,15 @@
 """What a day with a card would run, on the stand-in: none of it may grow old until one is lent.
 
-All of it takes seven minutes: README.md has the commands.
+README.md has the commands.
 """
 
 import json
+import subprocess
 
 import pytest
 
-from tests.phantom.environment import run
+from benchmarks.gpu import SETS
+from tests.phantom.environment import PYTHON, run, variables
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.slow
@@ -15,7 +17,7 @@ TESTS = [
     "test_memory.py::test_reserved_memory_is_what_the_stand_in_has_counted[8b on two ranks, 2 x 2048]",
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
-# tests/test_benchmarks.py has all parts, on the CPU and with values.
+# tests/test_benchmarks.py has all measured parts, on the CPU and with values.
 PARTS = ["box", "offload", "context"]
 
 
@@ -40,6 +42,25 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     for each in [*planned.values(), *parts["context"]["planned"].values()]:
         assert each["measured_gib"]["reserved"] == pytest.approx(each["planned_gib"]["reserved"], abs=0.25)
         assert each["planned_tokens_per_second"] > 0
+
+
+@pytest.mark.nightly
+def test_both_parts_of_the_check_run_to_their_end_and_report(tmp_path):
+    out = tmp_path / "out"
+    settings = {"FSDP_QLORA_GPU_TESTS": "stand-in", "PHANTOM_CC": 90, "PHANTOM_GIB": 79, "PYTHON": PYTHON}
+    for number, minutes in ((1, 60), (2, 30)):
+        command = ["bash", ROOT / "scripts/gpu_check.sh", "", out, "--part", number, "--minutes", minutes, "--tiny"]
+        done = subprocess.run(
+            [str(word) for word in command], env=variables(tmp_path, settings), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-6000:]
+        assert sorted(path.name for path in out.iterdir()) == ["gpu.json", "log.txt", "report.md"]
+        parts = json.loads((out / "gpu.json").read_text())["parts"]
+        assert list(parts) == SETS[("first", "second")[number - 1]]
+        assert not [name for name, part in parts.items() if "error" in part or "left_out" in part]
+        assert all(part["tests"]["passed"] for part in parts.values() if "tests" in part)
+        text = (out / "report.md").read_text()
+        assert str(tmp_path) not in text and "## What went wrong\n\nNothing." in text
 
 
 def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
