@@ -88,5 +88,6 @@ def join_context(ranks: Ranks, size: int) -> ContextGroup:
     """The context group of this rank: `size` neighbours. Called on every rank."""
     if size == 1:
         return ContextGroup()
-    group, _ = dist.new_subgroups(size)
+    # A group of all ranks is there already, and NCCL's buffers for another one are up to 2 GiB.
+    group = dist.group.WORLD if size == ranks.world_size else dist.new_subgroups(size)[0]
     return ContextGroup(size, ranks.rank % size, group)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import all_gather
 from fsdp_qlora.distributed.store import connect
@@ -21,12 +22,18 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def start_process_group(
-    ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0, backend: str = ""
+    ranks: Ranks,
+    store: dist.Store | None = None,
+    *,
+    layout: Layout | None = None,
+    timeout_minutes: float = 30.0,
+    backend: str = "",
 ) -> None:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
         store: returned by `connect`, which is called if None. The group owns it afterwards.
+        layout: of the run; None: all ranks share one model. NCCL's variables that the user has set stay.
         backend: another backend, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
     """
     # torch's flight recorder is dumped when a collective hangs. It keeps the last collectives, about 1 KiB each, and
@@ -34,7 +41,8 @@ def start_process_group(
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
     if ranks.device.type == "cuda":
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(layout or ranks.layout("full_shard")).nccl_settings}
+        os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
         if not backend and ranks.local_world_size > 1:
             _warn_of_small_shared_memory()
     store = store or connect(ranks, timeout_minutes=timeout_minutes)

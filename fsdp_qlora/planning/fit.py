@@ -28,7 +28,8 @@ from fsdp_qlora.utils.text import GIB
 log = logging.getLogger("fsdp_qlora")
 
 # Added to the estimate. Of 55 configurations in benchmarks/standin_memory.py the worst is planned 3.5% too low or too
-# high; NCCL's buffers take 0.07 GiB on PCIe and 0.57 on NVLink. The CUDA context is in use before free memory is read.
+# high; NCCL's buffers take 0.1 to 0.3 GiB on PCIe, and 0.8 to 2.3 on NVLink, where GPUs are so large that the share
+# covers them. The CUDA context is in use before free memory is read.
 _MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
 # Share of all blocks that recompute in addition when a step comes near the end of the memory. With recompute a block
 # computes 4 passes instead of 3 (backward counts for 2), so a step computes at most 1.7% more.

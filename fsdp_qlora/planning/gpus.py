@@ -15,9 +15,9 @@ from fsdp_qlora.utils.text import GIB
 # The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside
 # torch in a process alone on its card, the most that was found. Nobody named it for 75 and 100: as 86 and 90.
 _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58}
-# NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL); each channel has a ring and a
-# tree. NVLink takes up to 32 channels, PCIe 4.
-_NCCL_BYTES, _NCCL_CHANNELS = 2 * int(9.2 * 2**20), {True: 32, False: 4}
+# NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL), sent and received ones in pieces
+# of 2 MiB. By NVLink: channels of a communicator, each with a ring and a tree, and of two ranks that exchange tokens.
+_NCCL_BYTES, _NCCL_CHANNELS, _P2P_CHANNELS = 12 * 2**20, {True: 32, False: 4}, {True: 32, False: 2}
 # With NVSwitch also multicast buffers (NVLS) for each GPU of the machine, by compute capability: 16 channels, 24 on
 # Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
 _NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
@@ -39,12 +39,15 @@ class Gpu(NamedTuple):
 
     def beside_torch(self, layout: Layout) -> dict[str, int]:
         """Bytes of the GPU that torch's allocator does not get, by what they are."""
-        is_linked, sizes = self.link >= _NVLINK, _communicators(layout)
-        multicast = sum(size for size in sizes if size > 1) * is_linked
+        is_linked, groups = self.link >= _NVLINK, layout.communicators
+        multicast = sum(size for size, _ in groups if size > 1) * is_linked
+        channels = len(groups) * 2 * _NCCL_CHANNELS[is_linked]
+        peers = sum(size - 1 for size, exchanges in groups if exchanges)
+        channels += peers * min(layout.p2p_channels, _P2P_CHANNELS[is_linked])
         sizes_by_use = {
             "the driver and ECC": int((1 - self.usable) * self.memory_gib * GIB),
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
-            "NCCL's buffers": len(sizes) * _NCCL_CHANNELS[is_linked] * _NCCL_BYTES,
+            "NCCL's buffers": channels * _NCCL_BYTES,
             "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
             "cuBLAS on Hopper": _CUBLAS_BYTES * (self.capability == 90),
         }
@@ -54,13 +57,6 @@ class Gpu(NamedTuple):
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 GPUS = {name: Gpu(name, **row) for name, row in _ROWS.items()}
 ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of those that are
-
-
-def _communicators(layout: Layout) -> list[int]:
-    """Ranks in a machine of each NCCL communicator: all ranks, shards and replicas of a hybrid, ranks sharing rows."""
-    per_node, shared = layout.per_node, layout.context_size
-    sizes = [per_node, per_node, 1] if layout.is_hybrid else [per_node] if layout.world_size > 1 else []
-    return sizes + [shared] * (shared > 1)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -63,7 +63,7 @@ def load_trained(
         placed = place(config, plan, store=store)
         prepare(placed)
         weights = fetch_weights(config, plan, ranks, store)
-    start_process_group(ranks, store)
+    start_process_group(ranks, store, layout=placed.layout)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
         load_model(config, placed, weights, ranks)
     release_loading_memory(ranks.device)

@@ -148,7 +148,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
-        start_process_group(ranks, store, timeout_minutes=timeout_minutes)
+        start_process_group(ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)
         if start.is_finished:

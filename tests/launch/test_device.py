@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from fsdp_qlora.distributed.device import choose_device, configure_kernels
-from fsdp_qlora.distributed.process_group import _warn_of_small_shared_memory
+from fsdp_qlora.distributed.layout import Layout
+from fsdp_qlora.distributed.process_group import (
+    _warn_of_small_shared_memory,
+    start_process_group,
+    stop_process_group,
+)
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import UserError
 
 
@@ -76,3 +82,13 @@ def test_small_shared_memory_is_named_before_nccl_fails(
     monkeypatch.setattr(logging.getLogger("fsdp_qlora"), "propagate", True)
     _warn_of_small_shared_memory()
     assert ("--shm-size" in caplog.text) == is_small
+
+
+def test_nccl_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, "NCCL_MAX_P2P_NCHANNELS": "32"})
+    ranks = Ranks(0, 0, 1, 1, torch.device("cuda"))
+    layout = Layout(16, 8, "hybrid_full_shard")
+    start_process_group(ranks, torch.distributed.HashStore(), layout=layout, backend="fake")
+    stop_process_group()
+    named = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    assert named == {"NCCL_MAX_P2P_NCHANNELS": "32", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
+from fsdp_qlora.distributed.layout import Layout
 from tests.phantom.environment import run, subtract
 from tests.tiny import flags, make_rows, write_rows
 
@@ -59,6 +60,12 @@ STEPS = {
         "syncs": 1, "all_gather": (16, 291_520), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
         "reduce_scatter": (5, 267_264), "host_to_device at work": 23_856, "device_to_host at work": 256,
     }, machines=2),
+    # Queries, keys, values and outputs of four blocks, forward, recomputed and backward.
+    "context parallelism": Step(2, {"context_parallel_size": 2}, {
+        "syncs": 1, "all_gather": (16, 288_672), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 240),
+        "all_to_all": (48, 893_952), "reduce_scatter": (5, 264_704), "host_to_device at work": 19_120,
+        "device_to_host at work": 128,
+    }),
     # The host also waits for each of four layers' counts, forward and recomputed.
     "experts": Step(2, EXPERTS, {
         "syncs": 9, "all_gather": (16, 858_176), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
@@ -121,6 +128,11 @@ def numbers(step):
 def test_cuda_calls_of_a_step_match_the_table(name, step):
     counts = step(STEPS[name])
     assert numbers(counts) == STEPS[name].numbers
+    ranks, machines, options = STEPS[name].ranks, STEPS[name].machines, STEPS[name].options
+    strategy, size = options.get("sharding_strategy", "full_shard"), options.get("context_parallel_size", 1)
+    used = {each["group"] for each in counts["collectives"]}
+    # On one rank torch makes one, too, which needs no buffers.
+    assert len(used) == max(1, len(Layout(ranks, ranks // machines, strategy, size).communicators))
     assert counts["mallocs"] == counts["pinned_allocations"] == 0
     assert all(sync["line"].startswith("fsdp_qlora/") for sync in counts["syncs"])
     assert all(copied["pinned"] for copied in counts["copies"] if copied["stream"])

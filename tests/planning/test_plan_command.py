@@ -46,22 +46,30 @@ def test_gpu_names_are_matched_in_common_spellings(written: str, name: str) -> N
 
 
 def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
-    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 9.2 MiB; 16 or 24 of 2 MiB per GPU for NVLS.
-    one, nvls = {False: 4 * 18.4, True: 32 * 18.4}, {90: 32, 100: 48}
+    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair of ranks that
+    # exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB per GPU for NVLS.
+    one, nvls = {False: 4 * 24, True: 32 * 24}, {90: 32, 100: 48}
     for name, linked in (("RTX 4090", False), ("H100 PCIe", False), ("A100 80GB", True), ("H100 SXM", True)):
         gpu = GPUS[name]
-        for strategy, ranks, per_node, of_world in (
-            ("full_shard", 1, 1, 0), ("full_shard", 2, 2, 1), ("ddp", 8, 8, 1), ("hybrid_full_shard", 8, 8, 1),
-            ("full_shard", 16, 8, 1), ("hybrid_full_shard", 16, 8, 3), ("hybrid_shard_grad_op", 2, 1, 1),
+        for strategy, ranks, per_node, context, sizes, pairs in (
+            ("full_shard", 1, 1, 1, [], 0), ("full_shard", 2, 2, 1, [2], 1), ("full_shard", 8, 8, 1, [8], 7),
+            ("ddp", 8, 8, 1, [8], 0), ("hybrid_full_shard", 8, 8, 1, [8], 7), ("full_shard", 16, 8, 1, [8], 7),
+            ("hybrid_full_shard", 16, 8, 1, [8, 8, 1], 7), ("hybrid_shard_grad_op", 2, 1, 1, [1], 0),
+            ("full_shard", 8, 8, 8, [8], 7), ("ddp", 8, 8, 8, [8], 7), ("full_shard", 8, 8, 2, [8, 2], 7 + 1),
+            ("hybrid_full_shard", 16, 8, 4, [8, 8, 1, 4], 7 + 3),
         ):  # fmt: skip
-            found = gpu.beside_torch(Layout(ranks, per_node, strategy))
-            assert found.get("NCCL's buffers", 0) / 2**20 == pytest.approx(of_world * one[linked], abs=1)
-            # A hybrid's replicas have one GPU of a machine.
-            local = per_node * min(of_world, 2) * (per_node > 1) * (linked and gpu.capability in nvls)
-            assert found.get("NCCL's multicast buffers", 0) == local * nvls.get(gpu.capability, 0) * 2**20
+            layout = Layout(ranks, per_node, strategy, context)
+            found, channels = gpu.beside_torch(layout), (16 if context > 1 else 4) if linked else 2
+            buffers = len(sizes) * one[linked] + pairs * channels * 12
+            assert found.get("NCCL's buffers", 0) == buffers * 2**20, layout
+            multicast = nvls.get(gpu.capability, 0) * sum(size for size in sizes if size > 1) * linked
+            assert found.get("NCCL's multicast buffers", 0) == multicast * 2**20, layout
+            settings = layout.nccl_settings
+            assert int(settings["NCCL_MAX_P2P_NCHANNELS"]) == (16 if context > 1 else 4)
+            assert ("NCCL_LAUNCH_ORDER_IMPLICIT" in settings) == (len(sizes) > 1)
     hybrid = GPUS["B200"].beside_torch(Layout(16, 8, "hybrid_full_shard"))
     more = sum(hybrid.values()) - sum(GpuOffer(GPUS["B200"], 16, per_node=8).beside_torch().values())
-    assert more / 2**20 == pytest.approx(2 * one[True] + 8 * nvls[100], abs=1)
+    assert more == (2 * one[True] + 8 * nvls[100]) * 2**20
 
 
 @pytest.mark.parametrize(("written", "near"), [("RTX 3095", "RTX 3090"), ("A100", "A100 40GB, A100 80GB"), ("", "T4")])
