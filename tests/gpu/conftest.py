@@ -1,6 +1,7 @@
 """Tests here need an NVIDIA GPU: `pytest -m gpu` runs them, and only them; without one they are skipped with one line.
 
-FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (tests/phantom): no value is compared then.
+FSDP_QLORA_GPU_TESTS=stand-in runs them on the stand-in for CUDA (tests/phantom): values are compared with
+PHANTOM_VALUES=1 alone.
 """
 
 import re
@@ -44,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(line)
     if check.left_out:
         terminalreporter.write_line(
-            f"{check.left_out} comparisons of values and speeds skipped: kernels of the stand-in compute nothing"
+            f"{check.left_out} comparisons of values skipped: kernels of the stand-in compute nothing"
         )
 
 

@@ -13,7 +13,7 @@ from tests.gpu.losses import output_of, run_all, run_cases
 from tests.gpu.runs import started, wait_for_step
 from tests.tiny import flags, read_metrics
 
-# NCCL refuses two ranks on one card, that of the stand-in does not; there gloo would read zeros from the card.
+# NCCL refuses two ranks on one card; that of the stand-in does not.
 BACKEND = "" if IS_STAND_IN else "gloo"
 PROGRAM = ["-m", "tests.gpu.programs.train", "--backend", BACKEND]
 # In which all ranks must end once one has. The machines that the stand-in runs on may be busy.

@@ -27,6 +27,15 @@ def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(tmp_path):
     assert rank.status == 0 and "2 passed" in rank.output, rank.output[-6000:]
 
 
+@pytest.mark.nightly
+def test_values_are_as_the_tests_for_a_gpu_want_them(tmp_path):
+    command = ["-m", "pytest", "-m", "gpu", ROOT / "tests/gpu", "-p", "no:cacheprovider"]
+    settings = {"FSDP_QLORA_GPU_TESTS": "stand-in", "PHANTOM_VALUES": 1}
+    [rank] = run(command, tmp_path, settings=settings, is_fresh=True, timeout_seconds=3600)
+    assert rank.status == 0 and "4 skipped" in rank.output, rank.output[-6000:]  # memory of large models
+    assert "comparisons of values skipped" not in rank.output
+
+
 def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     output, report = tmp_path / "gpu.json", tmp_path / "report.md"
     command = [ROOT / "benchmarks/gpu.py", "--tiny", "--output", output, "--report", report, "--parts", *PARTS]
