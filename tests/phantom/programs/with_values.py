@@ -44,6 +44,17 @@ def attention(device: torch.device, backend: SDPBackend, dtype: torch.dtype, **o
         return with_gradients(lambda *qkv: F.scaled_dot_product_attention(*qkv, enable_gqa=True, **options), q, k, v)
 
 
+def with_dropout(device: torch.device, backend: SDPBackend, dtype: torch.dtype) -> torch.Tensor:
+    """1 if the pass backward drops what the forward has dropped: the outcome is linear in the values."""
+    q, k, v = (drawn(1, 2, 24, 32 + i).to(device, dtype)[..., :32].contiguous() for i in range(3))
+    v.requires_grad_()
+    with sdpa_kernel(backend if device == GPU else SDPBackend.MATH):
+        outcome = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    outcome.backward(outcome.detach())
+    assert v.grad is not None
+    return outcome.float().square().sum() / (v * v.grad).float().sum()
+
+
 def packed_attention(device: torch.device) -> torch.Tensor:
     """Two sequences of 10 and 14 tokens."""
     q, k, v = (drawn(24, 4, 32, dtype=torch.bfloat16).to(device) for _ in range(3))
@@ -93,6 +104,8 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "flash": lambda d: attention(d, FLASH, BF16, is_causal=True),
     "efficient": lambda d: attention(d, EFFICIENT, torch.float32, is_causal=True),
     "efficient, mask": lambda d: attention(d, EFFICIENT, torch.float32, mask=drawn(24, 24)),
+    "flash, dropout": lambda d: with_dropout(d, FLASH, BF16),
+    "efficient, dropout": lambda d: with_dropout(d, EFFICIENT, torch.float32),
     "packed": packed_attention,
     "nonzero": lambda d: (drawn(64).to(d) > 0).nonzero(),
     "a mask as an index": lambda d: drawn(64).to(d)[drawn(64).to(d) > 0],

@@ -98,9 +98,9 @@ def foreach_copy(func: Any, args: Any, kwargs: Any) -> Any:
     for target, source in zip(args[0], args[1], strict=True):
         if target.is_cuda and source.is_cuda and target.dtype == source.dtype and target.dtype in HALVES:
             own = alias(target)
-            nans = own.isnan()
-            noted["words changed to 0x7fff by _foreach_copy_"] += int(nans.sum())
-            own.view(torch.int16)[nans] = 0x7FFF
+            if (nans := own.isnan()).any():
+                noted["words changed to 0x7fff by _foreach_copy_"] += int(nans.sum())
+                own.view(torch.int16)[nans] = 0x7FFF
     return outputs
 
 
