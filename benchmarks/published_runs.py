@@ -20,8 +20,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsdp_qlora.model.architecture.attention import Shapes
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
-from fsdp_qlora.planning.speed import DECODED_BYTES, MicroBatchSize, Size, count_work, seconds
+from fsdp_qlora.planning.speed import MicroBatchSize, Size, count_work, seconds
 
 RUNS = json.loads((Path(__file__).parent / "published_runs.json").read_text())
 # hidden, inner, blocks, heads, groups, vocabulary
@@ -54,9 +55,10 @@ def size_of(row: dict[str, Any]) -> Size:
     )
     ends = 4 * vocabulary * hidden  # that program gathers embeddings and head with the blocks
     stored = int(linear * _BYTES[row["train_type"]]) + ends
-    is_decoded, trains_all = row["train_type"] in ("qlora", "gptq"), row["train_type"] == "full"
+    decoding = {"qlora": Bnb4bitWeight.decoding_bytes, "gptq": _GPTQ_BYTES}.get(row["train_type"], 0.0)
     shapes = Shapes(hidden, heads, groups, 128)
-    return Size(blocks, shapes, linear, vocabulary * hidden, adapter, stored, is_decoded, trains_all)
+    trains_all = row["train_type"] == "full"
+    return Size(blocks, shapes, linear, vocabulary * hidden, adapter, stored, decoding, trains_all)
 
 
 def planned(row: dict[str, Any], achieved: float) -> float:
@@ -82,8 +84,6 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
             tokens = row["batch_size"] * length
             turn = MicroBatchSize(tokens, tokens * length, row["gpus"] * tokens)
             work = count_work(size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0)
-            if row["train_type"] == "gptq":
-                work = work._replace(memory=work.memory + 3 * (_GPTQ_BYTES - DECODED_BYTES) * size.linear)
             rate = published if "tokens_per_second" in row else row["micro_batches"] * turn.useful / published
             found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]]))
         yield row, found

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fsdp_qlora.model.architecture.attention import Shapes
 from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.placement import PlacedModel
 
@@ -18,10 +19,6 @@ _OVERLAP = 0.3  # of the shorter of computing and communicating
 # Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written. The more, the
 # better are the published runs planned; with more than this some GPU would achieve more than its peak.
 _PASSES = 400
-# Per weight and product, in whose time bitsandbytes decodes. It reads and writes 2.5, but computes as well: LitGPT's
-# table for an A100 (NF4 beside none, 7B: 79 ms for two passes) is 7, and kernels of 2025 are 1.4 to 2.1 times as fast
-# there (bitsandbytes#1747).
-DECODED_BYTES = 4.0
 # Time of the host to launch what a block does in a pass: a step takes no less. Qwen's table: 1.0 s for 8 micro-batches
 # of 256 as of 512 tokens, with 24 blocks in three passes.
 _BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
@@ -78,7 +75,7 @@ class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
     linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the head and the adapters.
-    stored: bytes of the base. is_decoded: whether it is quantized.
+    stored: bytes of the base. decoding: bytes moved to decode a weight once, 0 if the base is not quantized.
     """
 
     blocks: int
@@ -87,7 +84,7 @@ class Size(NamedTuple):
     head: int
     adapter: int
     stored: int
-    is_decoded: bool
+    decoding: float
     trains_all: bool = False
     mixture: Mixture = Mixture(0, 1, 0, 0)
 
@@ -121,12 +118,12 @@ def count_work(
     # Each expert that is hit is decoded, however many tokens it gets.
     experts, hit = size.mixture, size.mixture.hit(micro_batch.tokens)
     decoded = size.linear + experts.weights * (hit / experts.chosen - 1)
-    decoding = passes * DECODED_BYTES * decoded * size.is_decoded
+    decoding = passes * size.decoding * decoded
     elementwise = micro_batch.tokens * size.blocks * size.shapes.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
-    products = passes * hit * experts.parameters * size.is_decoded
+    products = passes * hit * experts.parameters * (size.decoding > 0)
     operations, memory = micro_batch.tokens * per_token + attention, decoding + elementwise
     return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
 
@@ -176,6 +173,7 @@ def size_of(parts: ModelParts) -> Size:
     routed = [shape for shape in parts.matrices if active and len(shape) == 3 and shape[1] > 1]
     experts = max((shape[0] for shape in routed), default=0)
     chosen = min(active or 1, experts or 1)
+    quantized = [module for module in parts.blocks.modules() if isinstance(module, QuantizedWeight)]
     weights = sum(chosen * math.prod(shape[1:]) for shape in routed)
     return Size(
         blocks=len(parts.blocks),
@@ -185,6 +183,6 @@ def size_of(parts: ModelParts) -> Size:
         head=parts.embedding.weight.numel(),  # type: ignore[operator]
         adapter=sum(count * kind.num_weights for kind, count in kinds if kind.in_adapter),
         stored=sum(count * kind.num_bytes for kind, count in kinds if not kind.in_adapter),
-        is_decoded=any(kind.category == "codes" for kind, _ in kinds),
+        decoding=max((module.decoding_bytes for module in quantized), default=0.0),
         trains_all=any(kind.category == "trainable" and not kind.in_adapter for kind, _ in kinds),
     )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.model.model_parts import count_bytes, kinds_of
 from fsdp_qlora.model.quantizers import int8
@@ -122,6 +123,28 @@ def _fill(layer: QuantizedWeight, weight: torch.Tensor) -> None:
     for name in ("weight", *layer.statistics):
         setattr(layer, name, nn.Parameter(torch.empty_like(getattr(layer, name), device="cpu"), requires_grad=False))
     layer.load_shard(weight.flatten(), ONE_RANK)
+
+
+class MovedBytes(TorchDispatchMode):
+    """Adds up the bytes of the tensors that operators read and write."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        written = [] if func.is_view or "empty" in str(func) else [result]  # out= is among these, not in args
+        moved = tree_leaves((args, written)) if written else []
+        self.total += sum(each.nbytes for each in moved if isinstance(each, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize("kind", HQQ)
+def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
+    layer = _layer(kind, (512, 512), torch.bfloat16)
+    _fill(layer, weight_of((512, 512)))
+    with MovedBytes() as moved:
+        layer.dequantize()
+    assert moved.total / 512**2 == pytest.approx(layer.decoding_bytes, abs=0.1)
 
 
 @pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, "int8 without outliers"])

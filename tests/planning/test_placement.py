@@ -145,8 +145,8 @@ REPEATS_KEYS = "enable_gqa" not in inspect.signature(varlen_attn).parameters
 
 
 def _parts(train_type: str = "qlora", config: PretrainedConfig = LLAMA) -> ModelParts:
-    quantizer = {"quant_type": "nf4", "double_quant": True} if train_type == "qlora" else {}
-    layers = LayerOptions(lora=LoraOptions(), quantizer=quantizer)
+    options = {"qlora": {"quant_type": "nf4", "double_quant": True}, "hqq_lora": {"n_bits": 4, "group_size": 64}}
+    layers = LayerOptions(lora=LoraOptions(), quantizer=options.get(train_type, {}))
     cpu = torch.device("cpu")
     meta = build_model(config, TRAIN_TYPES[train_type], BF16, cpu, layers, attn_implementation="sdpa")
     choose_attention(meta.model.config, BF16.compute_dtype, cpu, requested="auto")
@@ -193,6 +193,10 @@ def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
         assert work.memory - dense.memory == pytest.approx(3 * 4 * 2 * (hit - 4) * 3 * 128 * 256)
         assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations
     assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
+
+
+def test_planned_speed_counts_the_bytes_of_each_quantizer() -> None:
+    assert [size_of(_parts(kind)).decoding for kind in ("lora", "qlora", "hqq_lora")] == [0, 4.0, 15.3]
 
 
 def test_planned_memory_of_a_step_follows_its_placement() -> None:

@@ -66,6 +66,7 @@ class QuantizedWeight(nn.Module):
     weight_name: str = ""  # the weight's name below the module's in the weight files; "" if the module replaces it
     selects_rows = False  # whether a `Matrix` may select rows of a matrix
     statistics: tuple[str, ...] = ()  # names of the parameters that hold quantization statistics
+    decoding_bytes = 4.0  # of GPU memory that are read and written to decode a weight, for the planned speed
     is_exact = True  # whether a token's product depends on the other tokens only by the rounding of sums
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:

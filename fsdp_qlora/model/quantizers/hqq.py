@@ -29,6 +29,9 @@ _SOLVER = {
 }  # fmt: skip
 # Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+# Bits of a code -> bytes that torch's operators read and write to decode one: 11 to subtract and scale, the rest for
+# bits and statistics.
+_DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 
 class HqqWeight(QuantizedWeight):
@@ -44,7 +47,7 @@ class HqqWeight(QuantizedWeight):
 
     def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=group_size)
-        self.n_bits, self.group_size = n_bits, group_size
+        self.n_bits, self.group_size, self.decoding_bytes = n_bits, group_size, _DECODING_BYTES[n_bits]
         num_groups = -(-math.prod(shape) // group_size)
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4, torch.float32)
@@ -59,7 +62,7 @@ class HqqWeight(QuantizedWeight):
         step = _groups_at_a_time(weight.device, self.group_size)
         for start in range(0, count, step):
             groups = slice(start, start + step)
-            decoded[groups] = _values(_unpack(packed[groups], self.n_bits), statistics[groups])
+            _values(_unpack(packed[groups], self.n_bits), statistics[groups], out=decoded[groups])
         return decoded.view(-1)[:num_weights].view(part.shape)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
@@ -154,10 +157,10 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     return torch.cat(all_codes), scale_zero
 
 
-def _values(codes: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
-    """Decode uint8 codes [groups, group_size] to float32 weights."""
+def _values(codes: torch.Tensor, scale_zero: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Decode uint8 codes [groups, group_size] to float32 weights, rounded to the dtype of `out` if that is given."""
     scale, zero = scale_zero.float().split(1, dim=1)
-    return torch.sub(codes, zero).mul_(scale)
+    return torch.mul(torch.sub(codes, zero), scale, out=out)
 
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
@@ -177,7 +180,11 @@ def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
     planes = packed.split([packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]], dim=1)
     codes, shift = None, 0
     for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
-        values = torch.cat([plane >> offset & (2**bits - 1) for offset in range(8 - bits, -1, -bits)], dim=1)
+        parts = [plane]  # a whole byte
+        if bits < 8:  # the first code of a byte has no bits above it, the last none below
+            parts = [plane >> offset & (2**bits - 1) for offset in range(8 - 2 * bits, 0, -bits)]
+            parts = [plane >> 8 - bits, *parts, plane & (2**bits - 1)]
+        values = torch.cat(parts, dim=1) if len(parts) > 1 else plane
         codes = values if codes is None else codes | values << shift
         shift += bits
     assert codes is not None

@@ -29,6 +29,7 @@ class Int8Weight(QuantizedWeight):
 
     statistics = ("row_scale",)
     is_exact = False
+    decoding_bytes = 3.0  # of three passes only the backward decodes, 7; the others read the codes
 
     def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
         out_features, in_features = shape
