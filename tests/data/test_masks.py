@@ -247,7 +247,7 @@ def test_killed_template_worker_is_replaced_and_timeouts_end_the_run(
         worker._process.send_signal(number)
         limits = iter((1.0, 600.0))  # of this process, and of the one that is started
         monkeypatch.setattr(
-            "fsdp_qlora.data.text.chat_template.within", lambda _, call, all=limits: within(next(all), call)
+            "fsdp_qlora.distributed.supervision.clock.within", lambda _, call, all=limits: within(next(all), call)
         )
         assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
     monkeypatch.undo()

@@ -1,27 +1,22 @@
 """Chats become text through the tokenizer's chat template, which a process of its own fills.
 
-A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which keeps
-it from reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. Its time is
-that of the processor, so a pause or a busy machine costs no chat. It is no
-`ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each worker) and
-modules of the current folder, and does not end a call that takes too long.
+A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which keeps it from
+reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. Its time is that of the
+processor, so a pause or a busy machine costs no chat.
 """
 
 import contextlib
 import copy
 import json
 import re
-import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.data.content import ENDED_WORKERS, BadRow, Chat, Segment, texts_of
-from fsdp_qlora.distributed.supervision.clock import within
+from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,20 +31,17 @@ SECONDS_PER_CHAT = 10  # of the processor
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
 _ANSWER_SECONDS = 120.0  # also for the start of a process on a busy machine; one that is stopped never answers
 _MOST_KILLS = 3  # in a row: then the template is at fault, not a chat
-_ROOT = str(Path(__file__).resolve().parents[3])
-# Not -m, and without "" on the path: both would import modules of the current folder.
-_COMMAND = f"import sys; sys.path[:] = [{_ROOT!r}, *filter(None, sys.path)]; from {__name__} import work; work()"
 _CURE = (
     "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or use a model whose "
     "tokenizer has one, such as an instruct model."
 )
 
 
-class TemplateWorker:
+class TemplateWorker(Worker):
     """A process that fills chat templates. It starts with the first chat, and again when it has ended."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        super().__init__(__name__, _ANSWER_SECONDS)
         self._kills = 0  # in a row
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +56,7 @@ class TemplateWorker:
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(f"tools or messages contain values that JSON cannot represent ({error})") from error
         for _ in range(2):  # the kernel, or a person, may have ended the first process
-            reply, status = self._exchange(line + "\n")
+            reply, status = self._exchange(line)
             if reply:
                 self._kills = 0
                 return dict(json.loads(reply))
@@ -77,33 +69,6 @@ class TemplateWorker:
         if self._kills == _MOST_KILLS:
             raise UserError(f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}")
         raise BadRow(f"the chat template {reason}")
-
-    def _exchange(self, line: str) -> tuple[str, int]:
-        """The process's answer to a line; "" and its exit status if there is none, after which it has ended."""
-        if self._process is None:
-            command = [sys.executable, "-c", _COMMAND]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        process = self._process
-
-        def send_and_receive() -> str:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(line)
-            process.stdin.flush()
-            return process.stdout.readline()
-
-        with contextlib.suppress(BrokenPipeError, TimeoutError):
-            if (reply := within(_ANSWER_SECONDS, send_and_receive)).endswith("\n"):
-                return reply, 0
-        self.close()
-        return "", process.returncode
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(BrokenPipeError):
-                self._process.communicate()
-            self._process = None
 
 
 class ChatTemplate:
@@ -215,23 +180,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"the chat template refuses it: {reason} (--prompt_template takes another)"}
 
 
-def _limit_memory() -> None:
-    """Let the process grow by MEMORY_BYTES at most."""
-    try:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
-    except (OSError, ValueError):  # not Linux, or less is allowed already
-        pass
-
-
 def work() -> None:
     """Answer requests: each line of stdin is one, each line of stdout its answer, both JSON."""
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401  before the limits
 
     # The signal's default action ends the process, also within one endless operation.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _limit_memory()
+    limit_memory(MEMORY_BYTES)
     for line in sys.stdin:
         seconds, _, request = line.partition(" ")
         signal.setitimer(signal.ITIMER_PROF, float(seconds))

@@ -1,9 +1,19 @@
-"""Clocks, the heartbeat, and calls with a time limit. No clock is the time of day, which people and NTP change."""
+"""Clocks, the heartbeat, calls with a time limit, and processes that can be ended whatever they do.
 
+No clock is the time of day, which people and NTP change.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,6 +21,9 @@ T = TypeVar("T")
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
 # In the order of a step: ranks in a later phase wait for a rank in an earlier one.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
+_ROOT = str(Path(__file__).resolve().parents[3])
+# Not -m, and without "" on the path: both would import modules of the current folder.
+_WORK = "import sys; sys.path[:] = [{!r}, *filter(None, sys.path)]; from {} import work; work()"
 _SLICE_SECONDS = 0.5  # a wait is divided into slices
 _PAUSE_RATIO = 10.0  # a duration of so many times the second longest includes a pause
 
@@ -55,6 +68,56 @@ def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bo
             return result.result()
         slices -= counts()
     raise TimeoutError(f"no answer within {seconds:g} s")
+
+
+class Worker:
+    """A process that answers lines, for the code of others. It starts with the first line, and again when it has ended.
+
+    It is no `ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each
+    worker) and modules of the current folder, and does not end a call that takes too long.
+
+    Args:
+        module: its function `work` answers each line of stdin with one on stdout. seconds: for an answer, at most.
+    """
+
+    def __init__(self, module: str, seconds: float) -> None:
+        self._module, self._seconds = module, seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def _exchange(self, line: str, seconds: float | None = None) -> tuple[str, int]:
+        """The process's answer to a line; "" and its exit status if there is none in time, after which it has ended."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-c", _WORK.format(_ROOT, self._module)]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        process = self._process
+
+        def send_and_receive() -> str:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            return process.stdout.readline()
+
+        with contextlib.suppress(BrokenPipeError, TimeoutError):
+            if (reply := within(seconds or self._seconds, send_and_receive)).endswith("\n"):
+                return reply, 0
+        return "", self.close()
+
+    def close(self) -> int:
+        """End the process, and those that it has started. Returns its exit status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process grow by this much at most. Not by RLIMIT_AS: CUDA reserves far more addresses than it uses."""
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or less is allowed already
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, resource.RLIM_INFINITY))
 
 
 class Longest:
