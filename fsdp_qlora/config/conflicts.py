@@ -163,7 +163,7 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         return
     if not c.rewards:
         yield f"--objective {c.objective} needs --rewards: functions that score the completions, such as exact_match."
-    if c.rollout_url and not re.match(r"https?://[^/]", c.rollout_url):
+    if c.rollout_url and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", c.rollout_url):
         yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
     if c.rollout_url and c.kind.adapter == "dora":
         yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."

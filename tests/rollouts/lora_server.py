@@ -3,10 +3,11 @@
 An answer depends on the adapter's bytes, the prompt and the seed alone, also after the server was killed.
 """
 
+import contextlib
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ Fault = Callable[[str, dict[str, Any]], tuple[int, Any] | None]
 class LoraServer(ThreadingHTTPServer):
     """Answers with `choose`, which gets the adapter's folder and a request; returns token ids and log-probabilities.
 
-    faults: each may answer a path and a body itself, with a status and content. A content of None cuts the connection.
+    faults: each may answer a path and a body itself, with a status and content: JSON, bytes as they are, an iterator of
+    all that is sent, the place of a redirect, or None, which cuts the connection.
     asked: the paths and bodies of all requests. adapters: name -> folder.
     """
 
@@ -87,8 +89,15 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self.connection.close()
             return
-        data = json.dumps(content).encode()
+        if isinstance(content, Iterator):
+            with contextlib.suppress(OSError):
+                for piece in content:
+                    self.wfile.write(piece)
+            return
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
+        if 300 <= status < 400:
+            self.send_header("Location", content)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

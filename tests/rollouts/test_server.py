@@ -4,16 +4,20 @@ import contextlib
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +93,7 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 
 @pytest.mark.quick
 def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: ServerEngine, server: LoraServer) -> None:
+    engine.server._patience = 60.0
     first = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
     assert len(first) == len({body["seed"] for body in bodies}) == 6
@@ -142,6 +147,7 @@ def test_transient_server_errors_are_retried_without_other_completions(
     engine: ServerEngine, server: LoraServer, lines: list[str], fault: Any, said: str
 ) -> None:
     server.faults.append(fault(server) if fault is forgets else fault)
+    engine.server._patience = 60.0
     found = engine.complete(PROMPTS, 0, 0)
     bodies = asked(server, "completions")
     wanted = {json_key(body): choose(f"{engine.prefix}-v0", body)[0] for body in bodies}
@@ -153,15 +159,33 @@ def json_key(body: dict[str, Any]) -> tuple[int, ...]:
     return (*body["prompt"], body["seed"])
 
 
+def answer_of(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    logps = {"token_logprobs": [-1.0] * len(changes.get("token_ids") or [1] * LONGEST)}
+    choice = {"token_ids": [1] * LONGEST, "finish_reason": "length", "logprobs": logps, **changes}
+    return {"model": changes.get("model", body["model"]), "choices": [choice]}
+
+
 def answer(**changes: Any) -> Any:
     """A fault: each answer differs in this from a right one."""
-    logps = {"token_logprobs": [-1.0] * LONGEST}
+    return lambda path, body: (200, answer_of(body, **changes)) if "prompt" in body else None
 
-    def fault(path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
-        choice = {"token_ids": [1] * LONGEST, "finish_reason": "length", "logprobs": logps, **changes}
-        return (200, {"model": changes.get("model", body["model"]), "choices": [choice]}) if "prompt" in body else None
 
-    return fault
+def says(content: Any, status: int = 200) -> Any:
+    """A fault: each answer is this, or what this makes."""
+    made = content if callable(content) else lambda: content
+    return lambda path, body: (status, made()) if "prompt" in body else None
+
+
+def slowly(first: bytes, then: bytes) -> Any:
+    """An answer without an end, whose pieces come one after the other."""
+
+    def pieces() -> Iterator[bytes]:
+        yield first
+        while True:
+            time.sleep(0.02)
+            yield then
+
+    return says(pieces)
 
 
 @pytest.mark.quick
@@ -171,6 +195,19 @@ def answer(**changes: Any) -> Any:
         (answer(model="run-v7"), "answers as run-v7 where run-v0-"),
         (answer(token_ids=None), "text alone"),
         (answer(token_ids=[1, 2, 3, 10]), "returns the token 10, and the model's vocabulary has 10"),
+        (answer(token_ids=[1, 2, True, 3]), "returns the token True"),
+        (answer(token_ids=[1] * 5), "returns 5 tokens, cut, where 4 are asked"),
+        (answer(token_ids=[1] * 3000, finish_reason="stop"), "returns 3,000 tokens"),
+        (answer(token_ids=[1]), "returns 1 tokens, cut, where 4 are asked"),
+        (answer(token_ids=[1, END, 1, 1]), "goes on behind the token that ends an answer"),
+        (answer(logprobs={"token_logprobs": [-(10**400)] * LONGEST}), "no log-probability"),
+        (says(b"[" * 200_000), "gives an answer that is no JSON"),
+        (says(b" " * 2**22), "answers /v1/completions with more than"),
+        (says({"error": {"message": "x\ud800" * 10**4}}, 400), r"HTTP 400: x\ud800x"),
+        (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
+        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" "), "was waited for, 0.3 s: timed out"),
+        (slowly(b"HTTP/1.1 200 OK\r\nX: ", b"a"), "was waited for, 0.3 s: timed out"),
+        (slowly(b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20), "answers /v1/completions with more than"),
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
         (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
@@ -190,7 +227,42 @@ def test_unusable_rollout_server_ends_the_run_in_one_sentence(
     server.faults.append(fault)
     with pytest.raises(RolloutError) as caught:
         engine.complete(PROMPTS, 0, 0)
-    assert said in str(caught.value) and server.url in str(caught.value)
+    assert said in str(caught.value) and server.url in str(caught.value) and len(str(caught.value)) < 1000
+
+
+_PARTS = (b"", b"null", b"true", b"-1", b"1e999", b"9" * 400, b"{}", b'"\\ud800"', b"\xff", b"\0", b"NaN", b"[" * 10**5)
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """The content after some of the things that can happen to it."""
+    choose = random.Random(seed)
+    for _ in range(choose.randint(1, 3)):
+        start = choose.randrange(len(content))
+        end = choose.randint(start, min(len(content), start + choose.choice((1, 8, 80))))
+        content = content[:start] + choose.choice((*_PARTS, b"a" * 2**21, content[start:end] * 3)) + content[end:]
+    return content
+
+
+def damaging(seed: int, path: str, body: dict[str, Any]) -> tuple[int, Any] | None:
+    return (200, damaged(json.dumps(answer_of(body)).encode(), seed)) if "prompt" in body else None
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=["20", "180"])
+def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
+    engine: ServerEngine, server: LoraServer, seeds: range, tmp_path: Path
+) -> None:
+    before, ends = psutil.Process().memory_info().rss, Counter[str]()
+    for seed in seeds:
+        server.faults[:] = [partial(damaging, seed)]
+        engine.prefix = tmp_path / str(seed) / "run"
+        try:
+            ends[f"{len(engine.complete(PROMPTS[:2], 0, 0))} answers"] += 1
+        except RolloutError as error:
+            assert len(str(error)) < 1000
+            ends["refused"] += 1
+        engine.server.is_closed = False
+    assert ends.total() == len(seeds) and ends["refused"] > len(seeds) / 2, ends
+    assert psutil.Process().memory_info().rss - before < 2**30 and not psutil.Process().children(recursive=True)
 
 
 @pytest.mark.quick

@@ -10,19 +10,18 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.parse import urlsplit
 
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
@@ -38,6 +37,7 @@ from fsdp_qlora.training.generation.generate import (
 )
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.text import printable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -49,8 +49,12 @@ _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk m
 _PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
 _HEADERS = {"Content-Type": "application/json"}
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
+_LONGEST_SECONDS = 1e7  # that a clock can wait
 _LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
 _IN_FLIGHT = 128  # requests at a time, which the server batches
+_MOST_BYTES = 2**20  # of an answer, and of one to a prompt besides
+_BYTES_PER_TOKEN = 512
+_LARGEST = 3e38  # number in float32
 # vLLM takes what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -141,25 +145,44 @@ class Server:
     """
 
     def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
-        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), patience
+        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), min(patience, _LONGEST_SECONDS)
         self._bases = [base for base in bases if base]
-        self._open = build_opener(ProxyHandler({})).open  # a proxy in the environment is for the world outside
         self._answered_at, self._away_since, self._said = awake(), 0.0, ""
         self._noting, self._loading = threading.Lock(), threading.Lock()
         self.is_closed = False  # threads that still ask end, where the process goes on, as in a notebook
 
-    def ask(self, path: str, body: object = None) -> bytes:
-        """Send one request, a POST if it has a body. Raises RequestFailed."""
-        request = Request(f"{self.url}{path}", None if body is None else json.dumps(body).encode(), _HEADERS)
-        try:
-            with self._open(request, timeout=self._patience) as response:
-                return bytes(response.read())
-        except HTTPError as error:
-            with error, contextlib.suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
-                raise RequestFailed(json.loads(error.read())["error"]["message"], error.code) from error
-            raise RequestFailed(error.reason, error.code) from error
-        except (OSError, HTTPException) as error:
-            raise RequestFailed(str(getattr(error, "reason", error)) or type(error).__name__) from error
+    def ask(self, path: str, body: object = None, most_bytes: int = _MOST_BYTES) -> bytes:
+        """Send one request, a POST if it has a body. No redirect is followed, and no proxy of the environment used.
+
+        Raises:
+            RequestFailed: it is refused, or not answered in full within the patience.
+            RolloutError: the answer is longer than `most_bytes`.
+        """
+        url, began = urlsplit(f"{self.url}{path}"), awake()
+        method, sent = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
+        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
+        with contextlib.ExitStack() as ended:
+            try:
+                connection = ended.enter_context(contextlib.closing(kind(url.netloc, timeout=self._patience)))
+                connection.connect()
+                late = threading.Timer(self._patience, _end, [connection.sock])  # its own timeout is that of each byte
+                ended.callback(late.cancel)
+                late.start()
+                connection.request(method, url.path, sent, _HEADERS)
+                response = connection.getresponse()
+                answer, reason = response.read(most_bytes + 1), response.getheader("Location") or response.reason
+                if awake() - began >= self._patience or (response.length and len(answer) <= most_bytes):
+                    raise IncompleteRead(answer)
+            except (OSError, HTTPException, ValueError) as error:
+                is_late = awake() - began >= self._patience
+                raise RequestFailed("timed out" if is_late else str(error) or type(error).__name__) from error
+        if response.status >= 300:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                reason = json.loads(answer)["error"]["message"]
+            raise RequestFailed(_cut(reason), response.status)
+        if len(answer) > most_bytes:
+            raise RolloutError(f"The server {self.url} answers {path} with more than {most_bytes:,} bytes.")
+        return answer
 
     def patiently(self, ask: Callable[[], T]) -> T:
         """Call `ask`, in any thread, until it returns; a line says what is waited for.
@@ -202,12 +225,12 @@ class Server:
             cards = json.loads(self.ask("/v1/models"))["data"]
             [base, *_] = [card for card in cards if not card.get("parent")]
             names = [str(card["id"]) for card in cards]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RolloutError(f"{self.url} has no list of models, as OpenAI's API has: {error!r}.") from error
         if not {Path(str(base.get(key))).name for key in ("id", "root")} & {Path(name).name for name in self._bases}:
             raise RolloutError(
-                f"The server {self.url} has the model {base['id']}, and the run trains {self._bases[0]}. If they are "
-                f"the same weights, say so to the server: --served-model-name {self._bases[0]}."
+                f"The server {self.url} has the model {_cut(base['id'])}, and the run trains {self._bases[0]}. If they "
+                f"are the same weights, say so to the server: --served-model-name {self._bases[0]}."
             )
         return names
 
@@ -226,6 +249,17 @@ class Server:
                 raise RequestFailed(
                     f"it does not load the adapter in {folder} ({error})", seconds=_LOAD_SECONDS
                 ) from error
+
+
+def _cut(value: object) -> str:
+    """Cut a server's text to fit a message."""
+    return printable(str(value)[:500])[:500]
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection at which another thread waits."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def check_server(url: str, bases: Sequence[str | None]) -> None:
@@ -308,7 +342,8 @@ class ServerEngine:
     def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
         """Ask for one answer. Raises RequestFailed, or RolloutError if it cannot be learned from."""
         try:
-            content = self.server.ask("/v1/completions", request)
+            longest = _MOST_BYTES + _BYTES_PER_TOKEN * self.options.max_new_tokens
+            content = self.server.ask("/v1/completions", request, longest)
         except RequestFailed as error:
             if error.status != 404:
                 raise
@@ -319,13 +354,17 @@ class ServerEngine:
             choice, model = response["choices"][0], response["model"]
             tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
             if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
-                raise RequestFailed(f"an answer ended with {choice['finish_reason']!r}")
+                raise RequestFailed(f"an answer ended with {_cut(choice['finish_reason'])!r}")
             logps = list(choice["logprobs"]["token_logprobs"])
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
+            raise RolloutError(f"The server {self.server.url} gives an answer that is no JSON ({error}).") from error
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise RolloutError(f"The server {self.server.url} gives an answer without {error}.") from error
         problem = self._problem(tokens, logps, is_done=is_done)
         if model != request["model"]:
-            problem = f"answers as {model} where {request['model']} is asked, and nothing is learned from other weights"
+            problem = (
+                f"answers as {_cut(model)} where {request['model']} is asked, and nothing is learned from other weights"
+            )
         if problem:
             raise RolloutError(f"The server {self.server.url} {problem}.")
         return Completion(tokens, is_done, logps)
@@ -334,11 +373,16 @@ class ServerEngine:
         """Why an answer cannot be learned from; None if it can."""
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
-        if outside := [token for token in tokens if not (isinstance(token, int) and 0 <= token < self.vocab_size)]:
-            return f"returns the token {outside[0]!r}, and the model's vocabulary has {self.vocab_size}"
+        if outside := [token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)]:
+            return f"returns the token {outside[0]!r:.100}, and the model's vocabulary has {self.vocab_size}"
+        most = self.options.max_new_tokens
+        if len(tokens) > most or not (is_done or len(tokens) == most):
+            return f"returns {len(tokens):,} tokens, cut, where {most:,} are asked"
+        if not self.stops.tokens.isdisjoint(tokens[:-1]):
+            return "goes on behind the token that ends an answer"
         if is_done and not self.stops.ends(tokens):
             return "leaves out the token that ends an answer"
-        are_finite = [isinstance(logp, (int, float)) and math.isfinite(logp) for logp in logps]
-        if are_finite != [True] * len(tokens):
+        are_numbers = [type(logp) in (int, float) and -_LARGEST < logp < _LARGEST for logp in logps]
+        if are_numbers != [True] * len(tokens):
             return "gives no log-probability of each token, by which tokens are weighed"
         return None
