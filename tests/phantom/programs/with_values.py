@@ -93,7 +93,8 @@ def in_a_thread(device: torch.device) -> torch.Tensor:
 
 def inferred(device: torch.device) -> torch.Tensor:
     with torch.inference_mode():
-        return F.linear(drawn(2, 3, 8).to(device), drawn(4, 8).to(device), drawn(4).to(device)).softmax(-1).cpu()
+        made = F.linear(drawn(2, 3, 8).to(device), drawn(4, 8).to(device), drawn(4).to(device)).softmax(-1)
+        return made.to(torch.float64).cpu()
 
 
 BF16, FLASH, EFFICIENT = torch.bfloat16, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION

@@ -62,6 +62,9 @@ def way_of(func: Any) -> Way:
     """How an operator is computed."""
     namespace, name = func._schema.name.split("::")
     has, returns = torch._C._dispatch_has_kernel_for_dispatch_key, func._schema.returns
+    # Before views: `to`, which in inference mode comes here itself, may return its input or a copy.
+    if namespace in IN_C and has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CUDA"):
+        return composite
     is_view = returns and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
     if namespace in COLLECTIVES or is_view or Tag.inplace_view in func.tags:
         return native
@@ -71,8 +74,6 @@ def way_of(func: Any) -> Way:
         return operators.with_dtype
     if namespace == "aten" and name in SPECIAL:
         return SPECIAL[name]
-    if has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CUDA"):
-        return composite
     if Tag.dynamic_output_shape in func.tags or Tag.data_dependent_output in func.tags:
         return cpu_alone
     return random if Tag.nondeterministic_seeded in func.tags else both
