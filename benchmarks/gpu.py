@@ -35,8 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_report import command, count_tests, describe, report, scrub
 
 ROOT = Path(__file__).resolve().parent.parent
-# So many times a part's seconds, unless --max_seconds bounds all parts together: other machines may be slower.
-PATIENCE = 3
 
 
 class Part(NamedTuple):
@@ -51,7 +49,8 @@ PARTS: dict[str, Part] = {
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
     "speed": Part(125),
     "values": Part(115, ("tests/gpu/test_values.py",)),
-    "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses or patterns")),
+    "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses")),
+    "gathers": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "patterns")),
     "resume": Part(115, ("tests/gpu/test_resume.py",)),
     "answers": Part(115, ("tests/gpu/test_answers.py",)),
     "offload": Part(65),
@@ -62,7 +61,7 @@ PARTS: dict[str, Part] = {
 }
 # What is run in one go where a card is lent for minutes: most information first.
 SETS = {
-    "first": ["box", "kernels", "speed", "values", "ranks", "resume", "answers", "offload", "decode"],
+    "first": ["box", "kernels", "speed", "values", "ranks", "gathers", "resume", "answers", "offload", "decode"],
     "second": ["types", "context"],
 }
 
@@ -77,11 +76,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--precision", default="auto", help="of the measured parts")
     parser.add_argument("--memory_gib", type=float, default=24.0, help="of the card that some parts pretend to have")
     parser.add_argument("--max_seconds", type=float, default=0.0, help="of all parts together")
+    parser.add_argument(
+        "--patience", type=float, help="times the seconds of each part (default: 3, and 1 with --max_seconds)"
+    )
     parser.add_argument("--output", default="", help="JSON file to write")
     parser.add_argument("--report", default="", help="Markdown file to write")
     parser.add_argument("--log", default="", help="file for what the parts print")
     parser.add_argument("--one_part", default="", help=argparse.SUPPRESS)  # by which the command calls itself
     args = parser.parse_args(argv)
+    args.patience = args.patience or (1.0 if args.max_seconds else 3.0)
     args.parts = [part for name in args.parts for part in SETS.get(name, [name])]
     return args
 
@@ -169,7 +172,7 @@ def run_parts(args: argparse.Namespace, argv: list[str], folder: Path) -> Iterat
         if args.tiny and not PARTS[names[0]].tests:
             yield {name: run_here(name, args) for name in names}
             continue
-        most = max(PARTS[name].seconds for name in names) * (1 if args.max_seconds else PATIENCE)
+        most = max(PARTS[name].seconds for name in names) * args.patience
         left = end - time.perf_counter()
         if left <= 15:
             yield {name: {"left_out": "no time left"} for name in names}

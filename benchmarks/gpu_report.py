@@ -233,7 +233,7 @@ def describe(result: dict[str, Any]) -> list[str]:
         losses = f", loss {row['losses'][0]:.3f} to {row['losses'][-1]:.3f}"
         speed = f"{row['tokens_per_second']:.0f} tokens/s, {row['median_step_seconds']:.2f} s"
         lines.append(f"{batch}: {speed}{share}{reserved}{losses}")
-    for name in ("ms_per_token", "answers_gib", "load_seconds", "fused_differs"):
+    for name in ("ms_per_token", "answers_gib", "step_after_answers_gib", "load_seconds", "fused_differs"):
         lines += [f"{name}: {_plain(result[name])}"] if result.get(name) else []
     figures = (
         "matmul_tflops",

@@ -32,7 +32,7 @@ def test_values_are_as_the_tests_for_a_gpu_want_them(tmp_path):
     command = ["-m", "pytest", "-m", "gpu", ROOT / "tests/gpu", "-p", "no:cacheprovider"]
     settings = {"FSDP_QLORA_GPU_TESTS": "stand-in", "PHANTOM_VALUES": 1}
     [rank] = run(command, tmp_path, settings=settings, is_fresh=True, timeout_seconds=3600)
-    assert rank.status == 0 and "4 skipped" in rank.output, rank.output[-6000:]  # memory of large models
+    assert rank.status == 0 and " passed" in rank.output, rank.output[-6000:]
     assert "comparisons of values skipped" not in rank.output
 
 
@@ -57,8 +57,8 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
 def test_both_parts_of_the_check_run_to_their_end_and_report(tmp_path):
     out = tmp_path / "out"
     settings = {"FSDP_QLORA_GPU_TESTS": "stand-in", "PHANTOM_CC": 90, "PHANTOM_GIB": 79, "PYTHON": PYTHON}
-    for number, minutes in ((1, 60), (2, 30)):
-        command = ["bash", ROOT / "scripts/gpu_check.sh", "", out, "--part", number, "--minutes", minutes, "--tiny"]
+    for number in (1, 2):
+        command = ["bash", ROOT / "scripts/gpu_check.sh", "", out, "--part", number, "--tiny", "--patience", 20]
         done = subprocess.run(
             [str(word) for word in command], env=variables(tmp_path, settings), capture_output=True, text=True
         )
