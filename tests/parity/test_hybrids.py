@@ -1,10 +1,12 @@
 """Hybrids of attention and of layers that mix tokens by a convolution and a state: how their rows become batches."""
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,6 +175,16 @@ def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) 
     torch.testing.assert_close(own, gradient)
     by_document.documents = {}
     assert by_document(x[:, :2]).tolist() == x[:, :2].cumsum(dim=1).tolist()
+
+
+def test_a_lack_of_memory_is_not_taken_for_documents_that_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer, kwargs = Mixer(knows=True), describe_documents([30, 28])
+    by_document = ByDocument(mixer)
+    _, kwargs = pass_documents([by_document], mixer, (), kwargs)
+    for error in (torch.OutOfMemoryError("2 GiB"), torch.AcceleratorError("illegal address"), RuntimeError("seq_idx")):
+        monkeypatch.setattr(by_document, "layer_forward", Mock(side_effect=[error, mixer(torch.randn(2, 30, 4))]))
+        with contextlib.nullcontext() if type(error) is RuntimeError else pytest.raises(type(error)):
+            assert by_document._mixes_documents(torch.randn(1, 58, 4), **kwargs)
 
 
 def test_groups_of_documents_have_little_padding() -> None:

@@ -24,6 +24,7 @@ _MAX_PADDING = 0.1
 
 # Relative difference of a layer's output: rounding stays below, the effect of another document is far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+_FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors that say nothing about documents
 # The arguments from `data.batches.micro_batch.describe_documents`.
 _DESCRIPTION = {"position_ids", "document_lengths", "document_ends", "own_tokens", "places"}
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
@@ -78,10 +79,14 @@ class ByDocument:
         """
         try:
             together = self.layer_forward(hidden_states, *args, **kwargs)
+        except _FAILURES:
+            raise
         except (RuntimeError, TypeError, ValueError):  # transformers raises ValueError, kernels the others
             return True
         try:
             apart = self._forward_apart(hidden_states, *args, **kwargs).float()
+        except _FAILURES:
+            raise
         except (RuntimeError, TypeError, ValueError) as error:  # another argument has a value for each token
             raise NotImplementedError(f"a layer with a convolution cannot separate documents: {error}") from error
         difference = (together.float() - apart).norm(dim=-1).max() / apart.norm(dim=-1).mean()
