@@ -19,6 +19,7 @@ from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
+from fsdp_qlora.model.quantizers.routed import Choices
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import ONE_RANK
 from tests.parity.test_experts import FAMILIES
@@ -122,6 +123,17 @@ def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(family
     grad = torch.randn(expected.shape)
     own, theirs = (torch.autograd.grad((logits * grad).sum(), trained) for logits in (found, expected))
     assert max(relative_error(*pair) for pair in zip(own, theirs, strict=True)) < 1e-5
+
+
+def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
+    experts, tokens, size = 8, 64, 32
+    own = torch.randn(experts, tokens, size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    choices = Choices.of(torch.arange(tokens).repeat(experts), [tokens * (n + 1) for n in range(experts)])
+    module = nn.Module()
+    module.down_proj = nn.Parameter(torch.eye(size).expand(experts, size, size).bfloat16(), requires_grad=False)
+    shares, sums = torch.full((experts * tokens,), 1 / 8).bfloat16(), torch.empty(tokens, size).bfloat16()
+    found = routed._multiply(module, "down_proj", own.flatten(0, 1), choices, shares=shares, sums=sums)
+    assert torch.equal(found, own.double().mean(dim=0).bfloat16())  # rounded once
 
 
 def test_new_blocks_experts_train_in_full_as_transformers_do() -> None:

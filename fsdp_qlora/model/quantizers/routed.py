@@ -174,7 +174,8 @@ class _RoutedProduct(torch.autograd.Function):
         ctx.kept, ctx.call, ctx.weights = kept, call, weights
         _, bias, lora_A, lora_B = weights
         *size, dtype = call.out
-        y = x.new_empty(size, dtype=dtype) if shares is None else x.new_zeros(size, dtype=dtype)
+        # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
+        y = x.new_empty(size, dtype=dtype) if shares is None else x.new_zeros(size, dtype=torch.float32)
         for expert, part in call.choices.parts:
             own = call.rows(x, part)
             (result,) = call.product(expert).multiply(own)
@@ -185,8 +186,8 @@ class _RoutedProduct(torch.autograd.Function):
             if shares is None:
                 y[part] = result
             else:
-                y.index_add_(0, call.choices.tokens[part], (result * shares[part, None]).to(dtype))
-        return y
+                y.index_add_(0, call.choices.tokens[part], (result * shares[part, None]).float())
+        return y.to(dtype)
 
     @staticmethod
     @once_differentiable
