@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.shards import timeout_of_world
 
 
 class ContextGroup:
@@ -89,5 +90,5 @@ def join_context(ranks: Ranks, size: int) -> ContextGroup:
     if size == 1:
         return ContextGroup()
     # A group of all ranks is there already, and NCCL's buffers for another one are up to 2 GiB.
-    group = dist.group.WORLD if size == ranks.world_size else dist.new_subgroups(size)[0]
+    group = dist.group.WORLD if size == ranks.world_size else dist.new_subgroups(size, timeout=timeout_of_world())[0]
     return ContextGroup(size, ranks.rank % size, group)

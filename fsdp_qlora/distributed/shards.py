@@ -1,6 +1,7 @@
 """The device mesh, and the rows of a parameter that each rank keeps."""
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 
 import torch
@@ -22,7 +23,16 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
     if layout.num_replicas == 1:
         return init_device_mesh(ranks.device.type, (layout.num_shards,), mesh_dim_names=("shard",))
     sizes = (layout.num_replicas, layout.num_shards)
-    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(timeout_of_world(), group)
+    return mesh
+
+
+def timeout_of_world() -> datetime.timedelta:
+    """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that of the world is."""
+    timeout: datetime.timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    return timeout
 
 
 def shard_size(mesh: DeviceMesh) -> int:

@@ -20,7 +20,7 @@ from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import broadcast_string, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import Completion
@@ -161,7 +161,7 @@ class Rollouts:
     def _kept(self, step: int) -> list[Rollout]:
         """The last rollouts before a step, on every rank; what was written for later ones goes."""
         text = json.dumps(truncate_rollouts(self.path, step)) if self.ranks.is_rank_0 else ""
-        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(text, self.ranks.device)[0])]
+        return [Rollout.from_json(record) for record in json.loads(broadcast_string(text, self.ranks.device))]
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
         """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
