@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow
 import pytest
 
 from fsdp_qlora.data.sources import source as sources
-from fsdp_qlora.data.sources.files import FILE_KINDS, look_into
+from fsdp_qlora.data.sources.files import FILE_KINDS, _unique, look_into
 from tests.data.rows import ROWS, WRITERS, counting_memory, rows_of, write_csv, write_json, write_jsonl
 
 pytestmark = pytest.mark.quick
@@ -58,6 +60,71 @@ def test_text_file_is_read_as_json_lines_if_its_first_line_is_json(tmp_path: Pat
     for text in ("{} begins\n", '{"a": 1} goes on\n', json.dumps(ROWS), "{\n}", "{}\n"):
         path.write_text(text)
         assert rows_of(path) == [{"text": line} for line in text.splitlines()]
+
+
+CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [
+    {"function": {"name": "f", "arguments": {"a": 1, "n": None, "l": [{"x": None}]}}}]}]  # fmt: skip
+TOOLS = [{"name": "f", "parameters": {"a": {"type": "string", "default": None}}}]
+NAMES = {"role": "user", "content": "hi", "name": None}
+
+
+def json_columns(path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    kinds = datasets.Features({"messages": datasets.List(datasets.Json()), "tools": datasets.Json()})
+    rows = [{"messages": CALLED, "tools": TOOLS}, {"messages": CALLED[:1], "tools": None}]
+    table = datasets.Dataset.from_list(rows, features=kinds)
+    if path.suffix:
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(path)
+    return path, rows
+
+
+def maps(path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    text = pyarrow.string()
+    objects = pyarrow.struct({"t": text, "d": text})
+    calls = pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})
+    columns = {
+        "messages": pyarrow.array([[list(NAMES.items())]], pyarrow.list_(pyarrow.map_(text, text))),
+        "calls": pyarrow.array([[{"name": "f", "arguments": [("a", "x"), ("b", None)]}]], pyarrow.list_(calls)),
+        "nested": pyarrow.array([[("k", {"t": "s", "d": None})]], pyarrow.map_(text, objects)),
+        "ids": pyarrow.array([[1, 2]]),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    calls_as_json = [{"name": "f", "arguments": {"a": "x", "b": None}}]
+    return path, [{"messages": [NAMES], "calls": calls_as_json, "nested": {"k": {"t": "s"}}, "ids": [1, 2]}]
+
+
+@pytest.mark.parametrize(("name", "write"), [("a.parquet", json_columns), ("saved", json_columns), ("b.parquet", maps)])
+def test_maps_and_json_in_tables_are_the_objects_that_were_written(
+    name: str, write: Callable[[Path], tuple[Path, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    path, rows = write(tmp_path / name)
+    assert rows_of(path) == rows
+
+
+def test_a_map_with_a_name_twice_and_damaged_json_are_bad_rows(tmp_path: Path) -> None:
+    text = pyarrow.string()
+    made = pyarrow.array([[("a", "x"), ("a", "y")], [("a", "x")], None], pyarrow.map_(text, text))
+    texts = pyarrow.array(["{}", "{", "[1]"], pyarrow.json_())
+    pyarrow.parquet.write_table(pyarrow.table({"m": made, "j": texts}), tmp_path / "a.parquet")
+    twice, damaged, good = rows_of(tmp_path / "a.parquet")
+    assert str(twice) == "'a' occurs twice in an object" and "Expecting property name" in str(damaged)
+    assert good == {"m": None, "j": [1]}
+
+
+def test_a_name_that_occurs_twice_among_many_is_found_in_one_pass() -> None:
+    compared = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str(self) == str(other)
+
+    with pytest.raises(ValueError, match="'7' occurs twice"):
+        _unique([(Name(i), i) for i in (*range(2000), 7)])
+    assert len(compared) < 10_000
 
 
 def test_bad_rows_are_named_by_their_line_number(prepare: Any, tmp_path: Path) -> None:

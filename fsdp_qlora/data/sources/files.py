@@ -7,6 +7,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, count, islice
@@ -214,8 +215,14 @@ def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> N
         for index in range(table.num_rows):
             if table.slice(index, 1).nbytes > most:
                 raise _too_long(f"{place} row {first + index}")
+    absent = dict.fromkeys(columns, UNREAD)
     for row_number, row in enumerate(_rows_of(table), start=first):
-        yield row_number, complete(row, columns)
+        try:
+            numbered = {name: _as_json(value, table.schema.field(name).type) for name, value in row.items()}
+        except ValueError as reason:  # a BadRow, or a value of type JSON that is none
+            yield row_number, BadRow(str(reason))
+        else:
+            yield row_number, absent | numbered
 
 
 def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
@@ -253,16 +260,24 @@ def _rows_of(batch: Any) -> Iterator[Row]:
         yield row
 
 
-def complete(row: Row, columns: Iterable[str]) -> Row:
-    """A table's row with all columns. Its objects have no nulls: tables fill with them what an object lacks."""
-    return dict.fromkeys(columns, UNREAD) | {name: _without_nulls(value) for name, value in row.items()}
+def _as_json(value: Any, kind: Any) -> Any:
+    """A value of a table as lines of JSON have it. kind: its type of Arrow. Raises as `_parse`.
 
+    Structs have no nulls: tables fill with them what an object lacks. Those of maps and of JSON texts were written.
+    """
+    import pyarrow
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return [_without_nulls(inner) for inner in value]
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return _parse(value)
+    if pyarrow.types.is_map(kind):
+        return _unique([(key, _as_json(inner, kind.item_type)) for key, inner in value])
+    if pyarrow.types.is_struct(kind):
+        return {name: _as_json(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
+    is_list = pyarrow.types.is_nested(kind) and hasattr(kind, "value_type")
+    if is_list and (pyarrow.types.is_nested(kind.value_type) or isinstance(kind.value_type, pyarrow.JsonType)):
+        return [_as_json(inner, kind.value_type) for inner in value]
     return value
 
 
@@ -388,8 +403,8 @@ def _unique(pairs: list[tuple[str, object]]) -> Row:
     """The object, if no name occurs twice. Python would keep the last value, which may not be the one meant."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadRow(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise BadRow(f"{name!r} occurs twice in an object")
     return values
 
 

@@ -22,7 +22,6 @@ from fsdp_qlora.data.sources.files import (
     FILE_KINDS,
     ChooseColumns,
     NumberedRows,
-    complete,
     count_rows,
     hash_file,
     kind_of,
@@ -257,13 +256,17 @@ def _table_part(table: Any, name: str) -> Part:
 
     def read(used: ChooseColumns, after: int) -> NumberedRows:
         chosen = [column for column in table.column_names if column in used(table.column_names)]
-        left = table.select(range(after, len(table))).select_columns(chosen).with_format("arrow")
-        first = after + 1
-        for batch in left.iter(batch_size=BATCH_ROWS):
-            yield from number_rows(batch, name, first, table.column_names)
-            first += len(batch)
+        left = table.select(range(after, len(table))).select_columns(chosen)
+        yield from number_tables(left, name, after + 1, table.column_names)
 
     return Part(name, "row", read)
+
+
+def number_tables(dataset: Any, name: str, first: int = 1, columns: Sequence[str] = ()) -> NumberedRows:
+    """The rows of a dataset of `datasets` from number `first` on, as its tables have them."""
+    for table in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        yield from number_rows(table, name, first, columns)
+        first += len(table)
 
 
 def hub_stream(name: str, *, config: str | None, split: str) -> Source:
@@ -281,8 +284,9 @@ def hub_stream(name: str, *, config: str | None, split: str) -> Source:
     def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
         file = table.shard(table.num_shards, index)
         try:
-            for row_number, row in enumerate(file.skip(after) if after else file, start=after + 1):
-                yield row_number, complete(row, ())
+            yield from number_tables(file.skip(after) if after else file, name, after + 1)
+        except UserError:
+            raise
         except Exception as error:  # of the network, or of the files
             # No UserError: the other ranks may not have it, and a restart may help.
             raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
