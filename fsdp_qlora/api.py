@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import os
 import signal
@@ -11,8 +13,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import yaml
 
@@ -91,20 +96,53 @@ def _in_file(rows: Any) -> Any:
     """The path of a file with these rows; what is no rows is left as it is."""
     if isinstance(rows, Mapping):
         raise UserError(f"dataset has the splits {', '.join(map(str, rows))}. Give one, such as dataset['train'].")
-    if is_frame := hasattr(rows, "iterrows"):
-        rows = json.loads(rows.to_json(orient="records"))
-    if is_frame or hasattr(rows, "column_names"):
-        from fsdp_qlora.data.sources.files import complete  # slow to import
+    if hasattr(rows, "iterrows"):
+        frame = rows.astype(object).where(rows.notna(), None)
+        rows = [_without_nulls(row) for row in frame.to_dict("records")]
+    elif hasattr(rows, "column_names"):
+        from fsdp_qlora.data.sources.source import number_tables  # slow to import
 
-        rows = [complete(row, ()) for row in rows]
+        rows = [row for _, row in number_tables(rows, "dataset")]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
         return rows
-    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    lines: list[str] = []
+    try:
+        lines.extend(json.dumps(row, default=_as_json) + "\n" for row in rows)
+    except (TypeError, ValueError, OSError, RecursionError) as error:
+        raise UserError(f"dataset: row {len(lines) + 1} cannot be written as JSON ({error}).") from error
+    text = "".join(lines)
     path = cache_folder() / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as partial:
         partial.write_text(text)
     return str(path.resolve())
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of a frame. Its objects have no nulls: tables fill with them what an object lacks."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
+def _as_json(value: Any) -> Any:
+    """A value of no type of JSON: an array becomes a list, an image or bytes a data URL, a date or a decimal text."""
+    if hasattr(value, "tolist"):  # of numpy or torch
+        return value.tolist()
+    if hasattr(value, "getexif"):  # of Pillow
+        from PIL import ImageOps
+
+        upright, content = ImageOps.exif_transpose(value), io.BytesIO()
+        upright = upright.convert("RGB") if upright.mode in ("HSV", "YCbCr") else upright  # which TIFF does not keep
+        upright.save(content, "TIFF", compression="tiff_adobe_deflate")
+        value = content.getvalue()
+    if isinstance(value, bytes):
+        return f"data:;base64,{base64.b64encode(value).decode()}"
+    if isinstance(value, (date, time, Decimal, UUID, Path)):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not among the types that rows can have")
 
 
 def _run_workers(config: TrainConfig) -> None:

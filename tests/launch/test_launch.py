@@ -10,17 +10,21 @@ import sys
 import threading
 
 import datasets
+import numpy as np
 import pandas
 import psutil
 import pytest
 import torch
+from PIL import Image
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers.image_utils import load_image
 
 from fsdp_qlora import api
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.sources.source import find_source
+from fsdp_qlora.data.text.images import Images, keep
 from fsdp_qlora.distributed import store
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect
@@ -375,6 +379,36 @@ def test_rows_in_memory_train_like_rows_in_a_file(kind, tmp_path, monkeypatch):
     assert [{key: value for key, value in row.items() if value} for row in read] == [
         {key: value for key, value in row.items() if value} for row in ROWS
     ]
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path))
+    picture = Image.fromarray(np.arange(105, dtype=np.uint8).reshape(7, 5, 3))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    picture.save(tmp_path / "a.jpg", exif=turned)
+    rows = [
+        {"image": image, "ids": np.arange(3), "day": datetime.date(2026, 1, 2)}
+        for image in (picture, picture.convert("RGBA"), picture.convert("CMYK"), Image.open(tmp_path / "a.jpg"))
+    ]
+    read = [entry.row for entry in find_source(api._in_file(IN_MEMORY[kind](rows))).entries()]
+    for row, made in zip(rows, read, strict=True):
+        assert (made["ids"], made["day"][:10]) == ([0, 1, 2], "2026-01-02")
+        [image] = Images({"images": made["image"]})._listed
+        assert np.array_equal(keep(image)[1], load_image(row["image"]))
+    if kind == "a list":
+        with pytest.raises(UserError, match=r"dataset: row 2 cannot be written as JSON \(set is not"):
+            api._in_file([{"a": 1}, {"a": {1}}])
+
+
+def test_json_of_a_table_in_memory_keeps_its_nulls(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path))
+    kinds = datasets.Features({"a": datasets.List(datasets.Json()), "b": {"c": datasets.Value("string")}})
+    table = datasets.Dataset.from_list([{"a": [{"n": None, "m": 1}], "b": {"c": None}}], features=kinds)
+    for given in (table, table.to_iterable_dataset()):
+        [entry] = find_source(api._in_file(given)).entries()
+        assert entry.row == {"a": [{"n": None, "m": 1}], "b": {}}
 
 
 def train_rows(rows, dies, options):
