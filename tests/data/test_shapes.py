@@ -20,11 +20,16 @@ SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 CALL = {"role": "assistant", "function_call": {"name": "go", "arguments": "{}"}}
 FUNCTION = {"name": "go", "description": "goes", "parameters": {}}
 LONG = "so it is " * 30
+HALF = "half \ud83d end"
 
 
 def said(role: str, text: str, *replies: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
     """A message of a tree of OpenAssistant's."""
     return {"message_id": text, "role": role, "text": text, "lang": "en", "rank": rank, "replies": list(replies)}
+
+
+def called(arguments: object) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "go", "arguments": arguments}}]}
 
 
 def moss(human: str, answer: str, thought: str = "None", command: str = "None", result: str = "None") -> dict[str, str]:
@@ -172,6 +177,12 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "LIMA": ([{"conversations": ["hi", "go on"], "source": "x"}], "conversations is not a list of turns", ()),
     "translation": ([{"translation": {"en": "hi", "fr": "no"}}], "missing columns. It has: translation", ()),
     "lists for columns": ([{"instruction": ["hi"], "output": ["go on"]}], "instruction is not text but list", ()),
+    "half a pair in reasoning": ([{"messages": [ASK, {**SAY, "reasoning_content": HALF}]}], "turn 2 has half a surrogate pair", ()),
+    "half a pair in arguments": ([{"messages": [ASK, called({"a": [{"b": HALF}]})]}], "turn 2 has half a surrogate pair", ()),
+    "half a pair in arguments as text": ([{"messages": [ASK, called(json.dumps({HALF: 1}))]}], "turn 2 has half a surrogate pair", ()),
+    "half a pair in a tool": ([{"messages": [ASK, SAY], "tools": [{**FUNCTION, "description": HALF}]}], "tools has half a surrogate pair", ()),
+    "half a pair in MOSS's thoughts": ([{"chat": {"turn_1": moss("hi", "go on", HALF)}}], "turn 2 has half a surrogate pair", ()),
+    "arguments in a list": ([{"messages": [ASK, called([["a", "x"]])]}], "turn 2: the arguments of go are not an object", ()),
     "an assistant that calls": ([{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}], "turn 2: the chat template writes no tool calls; --prompt_template", ()),
 }  # fmt: skip
 # Options with their values, as a message offers them.
@@ -216,12 +227,19 @@ def test_function_columns_are_passed_to_the_template_as_tools(prepare: Any, toke
         "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    row = {"messages": [ASK, CALL, {"role": "function", "name": "go", "content": "so"}, SAY], "functions": [FUNCTION]}
-    path = write_jsonl(tmp_path / "a.jsonl", [row])
-    data, _ = prepare(path, prompt_template=str(tmp_path / "tools.jinja"))
-    text = tokenizer.decode(data.train.input_ids)
-    assert text == "go[user]hi[assistant]go</s>[tool]so[assistant]go on</s>"
-    assert tokenizer.decode(data.train.input_ids[data.train.learned]) == "go</s>go on</s>"
+    row: dict[str, Any] = {
+        "messages": [ASK, CALL, {"role": "function", "name": "go", "content": "so"}, SAY], "functions": [FUNCTION]
+    }  # fmt: skip
+    as_texts = {"messages": [json.dumps(turn) for turn in row["messages"]], "functions": [json.dumps(FUNCTION)]}
+    for given in (row, as_texts):
+        path = write_jsonl(tmp_path / "a.jsonl", [given])
+        data, _ = prepare(path, prompt_template=str(tmp_path / "tools.jinja"))
+        text = tokenizer.decode(data.train.input_ids)
+        assert text == "go[user]hi[assistant]go</s>[tool]so[assistant]go on</s>"
+        assert tokenizer.decode(data.train.input_ids[data.train.learned]) == "go</s>go on</s>"
+    text_beside = {"prompt": "hi", "completion": "go on", "functions": [FUNCTION]}
+    data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [text_beside]), prompt_template=str(tmp_path / "tools.jinja"))
+    assert tokenizer.decode(data.train.input_ids) == "go[user]hi[assistant]go on</s>"
 
 
 def test_a_long_text_is_several_rows_with_every_token_once(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:

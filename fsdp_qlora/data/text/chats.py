@@ -84,6 +84,7 @@ def turns(value: object, column: str) -> list[dict[str, Any]]:
     """The turns in a column, as they are. Raises BadRow."""
     if isinstance(value, str):  # csv has no other way
         value = _json(value, column)
+    value = _parsed(value)
     if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):
         raise BadRow(f"{column} is not a list of turns")
     if not value:
@@ -103,6 +104,8 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
     """The turns as messages, with what else the row has for a chat. Raises BadRow."""
     images = Images(row)
     messages = [_message(turn, turn_number, images) for turn_number, turn in enumerate(turns, start=1)]
+    for turn_number, message in enumerate(messages, start=1):
+        _check_unicode(message, f"turn {turn_number}")
     weights = [_weight(turn, turn_number) for turn_number, turn in enumerate(turns, start=1)]
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
@@ -153,7 +156,9 @@ def _weight(turn: Mapping[str, Any], turn_number: int) -> int | None:
 def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
     """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
     tool_calls = []
-    listed: list[Any] = calls if isinstance(calls, list) else [calls]
+    if isinstance(calls, str):
+        calls = _json(calls, f"turn {turn_number}: its tool calls")
+    listed: list[Any] = _parsed(calls if isinstance(calls, list) else [calls])
     for call in listed:
         function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
@@ -161,9 +166,16 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = _json(arguments, f"turn {turn_number}: the arguments of {function['name']}")
+        if not isinstance(arguments, dict):
+            raise BadRow(f"turn {turn_number}: the arguments of {function['name']} are not an object")
         kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         tool_calls.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return tool_calls
+
+
+def needs_template(row: Row) -> bool:
+    """Whether a row has what only a chat template shows: a system prompt, tools or images. Raises BadRow."""
+    return bool(row.get("system") or row.get("images") or _tools(row.get("tools")))
 
 
 def _tools(tools: object) -> list[dict[str, Any]] | None:
@@ -171,8 +183,10 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
         tools = _json(tools, "tools") if tools.strip() else None
     if not tools:
         return None
+    tools = _parsed(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of objects")
+    _check_unicode(tools, "tools")
     return [_schema(tool) for tool in tools]
 
 
@@ -185,6 +199,18 @@ def _schema(value: Any) -> Any:
             if inner is not None or key in _VALUES
         }
     return [_schema(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_unicode(value: object, where: str) -> None:
+    """Raise BadRow if a text or a name within a value has half a surrogate pair."""
+    unicode_of(json.dumps(value, ensure_ascii=False, skipkeys=True, default=str), where)
+
+
+def _parsed(values: object) -> Any:
+    """A list whose objects may each be JSON text, as tables have objects of different kinds."""
+    if not isinstance(values, list):
+        return values
+    return [_json(value, "") if isinstance(value, str) and value[:1] == "{" else value for value in values]
 
 
 def _json(text: object, where: str) -> Any:
