@@ -35,9 +35,11 @@ from fsdp_qlora.config.text import (
     value_text,
 )
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import cut
 
 _HINTS = option_types()
 _KNOWN = (*_HINTS, *OLDER)
+_MOST_ERRORS = 20  # of a file
 _OF_RESULTS = (*RESULT_OPTIONS, *(name for name, row in OLDER.items() if row.option in RESULT_OPTIONS))
 # How an option is written, alone and with a value.
 _AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
@@ -135,7 +137,7 @@ def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]
 
 def _checked(config: TrainConfig, errors: list[str]) -> TrainConfig:
     # An option that is not known, or was not understood, may be what another one needs.
-    errors = [*errors, *out_of_range(config)] if errors else check(config)
+    errors = [cut(error) for error in ([*errors, *out_of_range(config)] if errors else check(config))]
     if len(errors) == 1:
         raise UserError(errors[0])
     if errors:
@@ -241,6 +243,9 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
     lines: dict[str, int] = {}
     for key, value in _yaml_pairs(path):
         line = key.start_mark.line + 1
+        if len(errors) == _MOST_ERRORS:
+            errors.append(f"{path}: what follows from line {line} on is not read.")
+            break
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)

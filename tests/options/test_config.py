@@ -334,6 +334,13 @@ def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_fil
     assert says in message
 
 
+@pytest.mark.parametrize("lines", ["key{}: 1\n", "lr: 1\n", "seed{}: {}\n"])
+def test_a_file_of_nonsense_is_refused_in_a_screenful(lines, yaml_file):
+    text = "".join(lines.format(number, number) for number in range(20_000))
+    assert len(error_of("--config", yaml_file(text)).splitlines()) < 30
+    assert len(error_of("--config", yaml_file("seed: " + "9" * 100_000))) < 1200
+
+
 def test_every_other_name_stands_for_an_option_and_its_value():
     for other, option in OTHER_NAMES.items():
         assert option in (*NAMES, *OLDER)
