@@ -40,6 +40,7 @@ log = logging.getLogger("fsdp_qlora")
 
 _MAX_BLOCKS = 1000  # Llama 3.1 405B has 126; a damaged configuration may have so many that building would not end
 _LARGE = 2**24  # elements of a tensor; smaller tensors cost little, and may become buffers, which must be real
+_MOST_OF_A_WEIGHT = 2**35  # elements; all experts of a layer of Kimi K2 have 2**33
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
 _READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
 _SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a condition requires
@@ -270,10 +271,11 @@ def build_meta_model(
                 f"The {config.model_type} model described by config.json cannot be built: "
                 f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
-        if empty := [path for path, parameter in model.named_parameters() if not parameter.numel()]:
+        sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
+        if wrong := [path for path, size in sizes.items() if not 0 < size <= _MOST_OF_A_WEIGHT]:
             raise UserError(
-                f"The {config.model_type} model described by config.json has weights of size 0, such as {empty[0]}. "
-                "Download it again."
+                f"The {config.model_type} model described by config.json has weights of size {sizes[wrong[0]]}, such "
+                f"as {wrong[0]}. Download it again."
             )
         model.tie_weights()
         model.config.use_cache = False
