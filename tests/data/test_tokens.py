@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers import models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.data.content import Segment
 from fsdp_qlora.data.text.formats import FORMATS, Format
+from fsdp_qlora.model.architecture.models import load_tokenizer
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import ROWS, make_tokenizer, render_alpaca, write_jsonl
+from tests.tiny import spelled_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -149,3 +152,25 @@ def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare: Any, tmp
     check_vocabulary(tokenized, largest + 1)
     with pytest.raises(UserError, match=f"Row {number} has the token id {largest}, .* {largest} embeddings"):
         check_vocabulary(tokenized, largest)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_is_that_of_its_file_whatever_its_class_rebuilds(
+    kind: str, tmp_path: Path, lines: list[str]
+) -> None:
+    AutoConfig.for_model("llama").save_pretrained(tmp_path)
+    backend = spelled_tokenizer("byte_level").backend_tokenizer
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    vocab = backend.get_vocab() | {"12": 400}
+    backend.model = models.BPE(vocab, [("1", "2")])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": kind}))
+    found = load_tokenizer(tmp_path, "x")
+    assert found.tokenize("12 12") == ["1", "2", "Ġ", "1", "2"]
+    assert [line for line in lines if "otherwise than tokenizer.json" in line] == [
+        f"{kind} splits some texts otherwise than tokenizer.json; tokenizer.json is used."
+    ] * (kind != "PreTrainedTokenizerFast")
+    found.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").tokenize("12") == ["1", "2"]

@@ -28,6 +28,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.initialization import no_init_weights
 from transformers.utils import HF_MODULES_CACHE
@@ -39,8 +40,12 @@ from fsdp_qlora.utils.files import read_json, why_not_writable
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_BLOCKS = 1000  # Llama 3.1 405B has 126; a damaged configuration may have so many that building would not end
-_LARGE = 2**24  # elements of a tensor; smaller tensors cost little, and may become buffers, which must be real
 _MOST_OF_A_WEIGHT = 2**35  # elements; all experts of a layer of Kimi K2 have 2**33
+_LARGE = 2**24  # elements of a tensor; smaller tensors cost little, and may become buffers, which must be real
+# A text of what tokenizers split differently: blanks, digits, case, signs, scripts.
+_PROBE = (
+    "The  12 567\n\n\tisn't f(x_1) == 3.14e-5;  // ABCdef Grün «да» 東京は今 안녕하 नमस्ते مرحبا 🙂🏽 ①½ ﬁ\r\n    a  "
+)
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
 _READ = re.compile(r"self\.([\w.]+)\.(?:weight|bias)")  # a weight that a method reads
 _SWITCH = re.compile(r"(?:^| and )self\.(?!training)(\w+)(?= and |$)")  # an attribute that a condition requires
@@ -158,6 +163,8 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
         # Without an explicit trust_remote_code, transformers asks at the terminal whether to run a tokenizer's code.
         with _one_process_at_a_time(enabled=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        if (folder / "tokenizer.json").is_file() and tokenizer.is_fast and not trust_remote_code:
+            tokenizer = _as_in_file(tokenizer, folder)
         tokenizer("a")  # some errors, such as a wrong model_max_length, are raised only here
     except UserError:
         raise
@@ -176,6 +183,19 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
     return tokenizer
+
+
+def _as_in_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of tokenizer.json where its class rebuilds another: the model was trained with that of the file."""
+    in_file = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    wanted = in_file.encode(_PROBE, add_special_tokens=False)
+    if tokenizer.encode(_PROBE, add_special_tokens=False) == wanted:
+        return tokenizer
+    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(folder)
+    is_plain = plain.encode(_PROBE, add_special_tokens=False) == wanted
+    taken = "tokenizer.json is used" if is_plain else "it is used, and other programs may use tokenizer.json"
+    log.warning("%s splits some texts otherwise than tokenizer.json; %s.", type(tokenizer).__name__, taken)
+    return plain if is_plain else tokenizer
 
 
 def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
