@@ -13,12 +13,12 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, DataReport, Lengths, TokenizedRows, join_rows
-from fsdp_qlora.data.batches.tokenization import describe_sample
+from fsdp_qlora.data.batches.tokenization import ALONE, describe_sample
 from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
 from fsdp_qlora.data.text.recognition import RequestedFormat
-from fsdp_qlora.data.text.rendering import prompt_record
+from fsdp_qlora.data.text.rendering import OTHER_PROMPT, prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
 from fsdp_qlora.planning.run_plan import pick_data
@@ -60,6 +60,14 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
         {"conversations": SHARED, "chosen": {"from": "gpt", "value": "go"}, "rejected": {"from": "gpt", "value": "no"}},
         CHATS,
     ),
+    ({"messages": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
+    ({"messages": [ASKED, GO], "chosen": "go", "rejected": "no"}, CHATS),
+    ({"conversations": json.dumps(SHARED), "chosen": "go", "rejected": "no"}, CHATS),
+    ({"chosen": "hi: go on", "rejected": "hi: go in"}, ("<s>hi: go| on</s>", "<s>hi: go| in</s>")),
+    ({"chosen": "hi: go", "rejected": "hi: go, so"}, ("<s>hi: go|</s>", "<s>hi: go|, so</s>")),
+    ({"chosen": "hi: gone", "rejected": "hi: go"}, ("<s>hi:| gone</s>", "<s>hi:| go</s>")),
+    ({"chosen": "hi e\u0301", "rejected": "hi e\u0300"}, ("<s>hi| e\u0301</s>", "<s>hi| e\u0300</s>")),
+    ({"chosen": "天気は良い", "rejected": "天気は悪い"}, ("<s>天気は|良い</s>", "<s>天気は|悪い</s>")),
     ({"prompt": [SYSTEM, ASKED], "chosen": [GO], "rejected": [NO]}, ("[s]s[u]hi[a]|go</s>", "[s]s[u]hi[a]|no</s>")),
     (
         {"chosen": [ASKED, GO, ASKED, NO], "rejected": [ASKED, GO, ASKED, GO]},
@@ -71,6 +79,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "hi", "chosen": "go", "rejected": ""}, "empty rejected"),
     ({"prompt": "hi", "chosen": None, "rejected": "no"}, "empty chosen"),
     ({"prompt": None, "chosen": "go", "rejected": "no"}, "different prompts"),
+    ({"chosen": "go", "rejected": "gone"}, "different prompts"),
+    ({"chosen": "hi go", "rejected": "hi go "}, "chosen and rejected are the same"),
+    ({"chosen": [ASKED, {**GO, "reasoning": "\ud83d"}], "rejected": [ASKED, NO]}, "turn 2 has half a surrogate pair"),
     ({"chosen": [SYSTEM, GO], "rejected": [ASKED, NO]}, "different prompts"),
     ({"chosen": [ASKED, GO], "rejected": [ASKED]}, "empty rejected"),
     ({"chosen": [ASKED, GO], "rejected": [ASKED, GO]}, "same"),
@@ -108,6 +119,40 @@ def test_uninformative_pairs_are_refused_with_the_reason(row: dict[str, Any], re
     with pytest.raises(UserError, match=rf"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: .*{reason}"):
         prepared([good, row], tmp_path)
     assert len(prepared([good, row], tmp_path, max_bad_rows=0.5)[0]) == 1
+
+
+ANSWERS = {"chosen": " go", "rejected": " no"}
+TOOL = [{"name": "f"}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "hi", "input": "x", **ANSWERS}, "input"),
+        ({"prompt": "hi", "context": "x", **ANSWERS}, "input"),
+        ({"messages": [ASKED], "input": "x", **ANSWERS}, "input"),
+        ({"instruction": "hi", "input": "x", "chosen": [GO], "rejected": [NO]}, "input"),
+        ({"instruction": "hi", "tools": TOOL, **ANSWERS}, "tools"),
+        ({"prompt": "hi", "history": [["a", "b"]], **ANSWERS}, "history"),
+        ({"prompt": "hi", "context": "x", "completion": "go", "label": True}, "input"),
+        ({"messages": [ASKED, GO], "input": "x", "label": True}, "input"),
+        ({"query": "hi", "functions": TOOL, "completion": "go", "label": True}, "tools"),
+    ],
+)
+def test_columns_beside_a_prompt_are_used_or_refused(row: dict[str, Any], column: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"{column} .*is filled.* --columns ignore={column} trains without it"):
+        prepared([row], tmp_path, objective="kto" if "label" in row else "dpo")
+
+
+@pytest.mark.quick
+def test_tools_make_text_a_chat_and_another_prompt_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{{ tools[0].name if tools }}" + CHAT.replace("[a]", "[a]<think>"))
+    thought = {"chosen": [{**GO, "content": "<think>so</think>go"}], "rejected": [NO]}
+    tools = {"prompt": "hi", "tools": TOOL, **ANSWERS}
+    rows, report = prepared([{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja"))
+    assert report.notes == {OTHER_PROMPT: [1]}
+    assert "f[u]hi[a] go" in spelled_tokenizer("byte_level").decode(rows.input_ids).replace("</s>", "")
 
 
 @pytest.mark.quick
@@ -219,7 +264,7 @@ LABELED: list[dict[str, Any]] = [
 
 
 @pytest.mark.quick
-def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
+def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (rows, _), tokenizer = prepared(LABELED, tmp_path, objective="kto"), spelled_tokenizer("byte_level")
     assert rows.desired.tolist() == [True, False, True, False]
     texts = [
@@ -232,6 +277,11 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     assert learned.num_targets == rows.document_targets[[2, 4]].tolist()
     others = concatenate_rows(rows.as_documents, [3, 5], pad_token_id=1)
     assert others.num_targets == rows.document_targets[[3, 5]].tolist()
+    completed = [{"messages": [ASKED], "completion": [NO], "label": 1.0}, {"messages": [ASKED, GO], "label": 0.0}]
+    assert prepared(completed, tmp_path, objective="kto")[0].desired.tolist() == [True, False]
+    assert prepared(LABELED[:1], tmp_path, objective="kto")[1].notes == {ALONE: [1]}
+    monkeypatch.setattr("fsdp_qlora.data.sources.source.ROWS_PER_BATCH", 2)
+    assert not prepared(LABELED[:3], tmp_path, objective="kto")[1].notes  # the third is in no batch of its own
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
     with pytest.raises(UserError, match=r"(?s)1 of 5 rows.*label is None, and can be true or false"):
         prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")

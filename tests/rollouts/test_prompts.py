@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.content import PreferenceRow, prompt_text, without_answer
+from fsdp_qlora.data.content import Chat, PreferenceRow, prompt_text, without_answer
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.formats import FORMATS
@@ -97,6 +97,38 @@ def test_grpo_knows_the_prompt_columns_that_texts_know(name: str, tmp_path: Path
     assert {name: columns[name] for name in row if name != "prompt"} == {k: row[k] for k in row if k != "prompt"}
 
 
+TOOLS = [{"name": "f"}]
+# Columns beside a prompt -> what a chat has of them, or why the row is left out.
+BESIDE: list[tuple[dict[str, Any], dict[str, Any] | str]] = [
+    ({"messages": ASKED[1:], "tools": TOOLS}, {"tools": TOOLS}),
+    ({"prompt": "sort", "functions": TOOLS}, {"tools": TOOLS}),
+    ({"conversations": ASKED[1:], "system": "s", "tools": TOOLS}, {"tools": TOOLS}),
+    ({"prompt": "sort", "context": "x"}, "context is filled"),
+    ({"prompt": "sort", "input": "x"}, "input is filled"),
+    ({"prompt": ASKED, "history": [["a", "b"]]}, "history is filled"),
+    ({"question": "sort", "tools": TOOLS}, "tools is filled"),
+    ({"messages": ASKED, "audio": "a.mp3"}, "audio: only text"),
+]
+
+
+@pytest.mark.parametrize(("row", "expected"), BESIDE)
+def test_columns_that_change_a_prompt_are_used_or_refused(
+    row: dict[str, Any], expected: dict[str, Any] | str, tmp_path: Path
+) -> None:
+    if isinstance(expected, dict):
+        prompt = RequestedFormat().prompt(row)[1]
+        assert isinstance(prompt, Chat) and prompt.tools == expected["tools"]
+        return
+    column = expected.split()[0].strip(":")
+    with pytest.raises(UserError, match=rf"{expected}.*--columns ignore={column}"):
+        read(tmp_path, [row])
+    if row.get("prompt") != "sort":  # as `generate` takes an instruction
+        with pytest.raises(UserError, match=rf"no question that can be asked: {expected}[^;]*\.$"):
+            read_questions(write_rows(tmp_path / "prompts.jsonl", [row]))
+    kept = prompts_of(read(tmp_path, [row], columns=(f"own={column}",)))[0].columns
+    assert kept["own"] == row[column]
+
+
 def test_columns_and_a_format_name_the_prompt(tmp_path: Path) -> None:
     row = {"messages": ASKED, "task": "list", "question": "sort?"}
     found = [
@@ -120,7 +152,11 @@ IN_ORDER = {
 }
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(IN_ORDER, 2)])
+# SFT refuses these two.
+UNUSED = [("conversations", "input"), ("prompt", "input")]
+
+
+@pytest.mark.parametrize(("first", "second"), [p for p in itertools.combinations(IN_ORDER, 2) if p not in UNUSED])
 def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: str, tmp_path: Path) -> None:
     row: dict[str, Any] = {name: [{"from": "human", "value": name}] if name == "conversations" else name
                            for name in (second, first)}  # fmt: skip

@@ -21,6 +21,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 # Notes on rows that are used.
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
+ALONE = "there is no other row whose answer shows how far the policy has moved, so it is compared with its own"
 NO_END = "what is learned does not end with a token at which a model stops"
 
 Ids = list[int]
@@ -76,6 +77,8 @@ def tokenize_batch(
         lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
     if row_format.row_kind == LABELS:
+        if len({row.row_number for row in chosen}) == 1:
+            report.note(chosen[0].row_number, ALONE)
         chosen = with_mismatched_answers(chosen, context_length)
     return _flatten(chosen), lengths
 
@@ -157,7 +160,8 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
     raise UserError(
         f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
-        f"has {vocab_size} embeddings. The tokenizer is not this model's."
+        f"has {vocab_size} embeddings. The tokenizer is not this model's; or, if tokens were added to it, give a model "
+        "that was saved after model.resize_token_embeddings(len(tokenizer)), and train them with --modules_to_save."
     )
 
 
@@ -237,8 +241,8 @@ def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) 
     later = iter(_token_ids(texts, tokenizer, add_special_tokens=False))
     for row in rows:
         spans = [_without_end(next(first), tokenizer), *itertools.islice(later, len(row.segments) - 1)]
-        spans = [[*span, eos] if segment.ends else span for span, segment in zip(spans, row.segments, strict=True)]
-        spans[-1] = [*spans[-1], eos]
+        is_end = [*(segment.ends for segment in row.segments[:-1]), True]
+        spans = [[*span, eos] if ends else span for span, ends in zip(spans, is_end, strict=True)]
         yield *_join(spans, row.segments), ()
 
 

@@ -18,13 +18,19 @@ RATINGS = ("rating", "score", "overall_score")  # what the number of a rated ans
 # Prompts that are filled into a template, as where texts are rows.
 INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
 # The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
-PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "input")
+CHATS = ("conversations", "messages")  # of which the answers at the end are none
+PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "messages", "input")
+_UNUSED = {"input": "context", "tools": "functions"}  # what may be beside a prompt, and its other name
+
+
+# Two letters or digits, or an accent behind one, of scripts that have blanks between words.
+_WITHIN_WORD = re.compile(r"[^\W\u0e00-\U0010ffff][^\W\u0e00-\U0010ffff]|.[\u0300-\u036f]", re.DOTALL)
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:
     """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
     said = (row.get("prompt"), row.get("completion"))
-    if row.get("system") or row.get("images") or any(isinstance(value, list | Mapping) for value in said):
+    if chats.needs_template(row) or any(isinstance(value, list | Mapping) for value in said):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")
@@ -34,18 +40,19 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
 def read_pair(row: Row) -> PreferenceRow:
     """Two answers: text, messages, or whole conversations or texts that begin with the prompt. Raises BadRow."""
     name = _prompt_name(row)
-    is_text = all(isinstance(row.get(column), str | None) for column in (name, *SIDES))
-    if is_text and (name in INSTRUCTIONS or not row.get("system")):
+    is_text = all(isinstance(row.get(column), str | None) for column in (name, *SIDES)) and name not in CHATS
+    if is_text and (name in INSTRUCTIONS or not chats.needs_template(row)):
         prompt: Any = text_of(row, name, required=False)
         sides: list[Any] = [text_of(row, side) for side in SIDES]
+        if not prompt and sides[0] != sides[1]:
+            return _continued(*sides)
     else:
-        prompt = chats.said_by("user", row[name], name) if row.get(name) else []
+        prompt = _asked(row, name)
         sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
     if not prompt or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
         prompt = sides[0][: _num_common(*sides)]
-        prompt = prompt.rstrip() or prompt if isinstance(prompt, str) else prompt  # an answer begins with its blank
         sides = [side[len(prompt) :] for side in sides]
     if not all(sides):
         raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
@@ -78,14 +85,15 @@ def read_ratings(row: Row, threshold: float) -> PreferenceRow:
 
 def read_labeled(row: Row) -> PreferenceRow:
     """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises BadRow."""
-    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
+    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower().removesuffix(".0"))
     if label is None:
         raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
     if row.get("messages") is not None:
         *prompt, answer = chats.turns(row["messages"], "messages")
-        return PreferenceRow([read_prompt_completion({**row, "prompt": prompt, "completion": [answer]})], [label])
+        if _is_answer(answer) or not row.get("completion"):
+            return PreferenceRow([_answer(row, "messages", prompt, [answer])], [label])
     name = _prompt_name(row)
-    return PreferenceRow([_answer(row, name, row.get(name), row.get("completion"))], [label])
+    return PreferenceRow([_answer(row, name, _asked(row, name), row.get("completion"))], [label])
 
 
 def read_rating(row: Row, threshold: float) -> PreferenceRow:
@@ -93,7 +101,7 @@ def read_rating(row: Row, threshold: float) -> PreferenceRow:
     if not isinstance(row["rating"], list):
         return read_labeled({**row, "label": rating_of(row) >= threshold})
     name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
-    contents = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
+    contents = [_answer(row, name, _asked(row, name), answer.get("response")) for answer in answers]
     return PreferenceRow(contents, [rating_of(answer) >= threshold for answer in answers])
 
 
@@ -114,7 +122,14 @@ def middle_rating(rows: Sequence[Row]) -> float:
 
 def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rendered | Fields:
     """An answer to the prompt, which is in the column `name`."""
-    if name not in INSTRUCTIONS or not isinstance(answer, str):
+    is_chat = name not in INSTRUCTIONS or not isinstance(answer, str)
+    unused = "input" if is_chat else "tools"
+    if unused != name and str(row.get(unused) or "").strip() not in ("", "[]"):
+        raise BadRow(
+            f"{unused} (or {_UNUSED[unused]}) is filled, and beside {name} it is not used; "
+            f"--columns ignore={unused} trains without it"
+        )
+    if is_chat:
         others = {other: row.get(other) for other in ("system", "tools")}
         return read_prompt_completion({"prompt": prompt, "completion": answer, **others})
     instruction = text_of({name: prompt}, name)
@@ -130,6 +145,36 @@ def _prompt_name(row: Row) -> str:
 def _is_prompt(turn: object) -> bool:
     role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
     return chats.ROLES.get(str(role).lower()) in ("system", "developer", "user")
+
+
+def _is_answer(turn: Mapping[str, Any]) -> bool:
+    return chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) == "assistant"
+
+
+def _asked(row: Row, name: str) -> Any:
+    """The prompt in a column: text, or turns."""
+    if name not in CHATS:
+        return row.get(name)
+    said = chats.turns(row[name], name)
+    while said and _is_answer(said[-1]):
+        said.pop()
+    return said
+
+
+def _continued(chosen: str, rejected: str) -> PreferenceRow:
+    """Two texts that begin with their prompt, which ends with the last word that both have; one may end there, too."""
+    num = _num_common(chosen, rejected)
+    while any(_WITHIN_WORD.fullmatch(text[max(num - 1, 0) : num + 1]) for text in (chosen, rejected)):
+        num -= 1
+    prompt = chosen[:num].rstrip() or chosen[:num]  # an answer begins with its blank
+    sides = [text[len(prompt) :] for text in (chosen, rejected)]
+    if not prompt:
+        raise BadRow("chosen and rejected begin with different prompts")
+    if not any(side.strip() for side in sides):
+        raise BadRow("chosen and rejected are the same")
+    refuse_media(prompt, "chosen")
+    begins = Segment(prompt, learned=False)
+    return PreferenceRow([Rendered([begins, Segment(side, learned=True, ends=True)], "text") for side in sides])
 
 
 def _num_common(a: Sequence[object], b: Sequence[object]) -> int:

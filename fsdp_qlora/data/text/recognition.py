@@ -18,6 +18,7 @@ MEDIA = ("images", "image", "audios", "audio", "videos", "video")
 WATCHED = (
     "input", "context", "system", "system_prompt", "history", "query", "tools", "functions", "label", *MEDIA,
 )  # fmt: skip
+_NOT_ASKED = ("label", "query")  # an answer, and another prompt
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
 
 _MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
@@ -46,7 +47,7 @@ class Reading(NamedTuple):
         return self._replace(names=names, watched=[*self.watched, *(self.names.keys() - names.keys())])
 
     def _unused_meaning(self, column: str, value: object) -> str | None:
-        if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
+        if str(value).strip() in ("", "None", "null", "[]", "{}"):
             return None
         without = f"--columns {IGNORE}={column} trains without it"
         if column == "label" and str(value).lower() == "true":
@@ -119,7 +120,8 @@ class RequestedFormat(NamedTuple):
         """The format of a row that may lack an answer, and its prompt: by the first format that its filled columns fit.
 
         Raises:
-            BadRow: no column is a prompt, its prompt cannot be read, or it has images.
+            BadRow: no column is a prompt, its prompt cannot be read, it has images, or a column is filled that changes
+                what is asked and is not used.
         """
         columns = tuple(column for column, value in row.items() if value)
         if {"images", "image"} & {self.renames.get(column, column) for column in columns}:
@@ -127,7 +129,8 @@ class RequestedFormat(NamedTuple):
         for name, names in _prompt_formats(self.name, tuple(self.renames.items()), columns):
             named = {names[column]: row[column] for column in columns if column in names}
             if (recognizes := FORMATS[name].recognizes) is None or self.name == name or recognizes(named):
-                return name, FORMATS[name].prompt(named)
+                beside = [column for column in self._watched(columns) if column not in {*names, *_NOT_ASKED}]
+                return name, FORMATS[name].prompt(Reading(name, names, beside).named(row))
         prompt_columns = dict.fromkeys(column for row_format in FORMATS.values() for column in row_format.asks[-1:])
         raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
 
@@ -141,7 +144,7 @@ class RequestedFormat(NamedTuple):
         return None
 
     def _watched(self, columns: Sequence[str]) -> list[str]:
-        return [column for column in columns if column in WATCHED and self.renames.get(column) != IGNORE]
+        return [column for column in columns if self.renames.get(column, column) in WATCHED]
 
     def used(self, columns: Sequence[str]) -> set[str]:
         """The columns that the rows' format may use; all where no format fits, which is said later."""

@@ -18,6 +18,7 @@ from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemp
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
+OTHER_PROMPT = "the template writes another prompt before the rejected answer, such as one that opens no reasoning"
 _MARK = "<<answer>>"
 T = TypeVar("T")
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -60,7 +61,7 @@ class Renderer:
             UserError: no row can be rendered.
         """
         rows = self._render(content, worker or self._workers[0])
-        rendered = [row for row in rows if any(row.learned) or any(part.learned and part.text for part in row.segments)]
+        rendered = [row for row in rows if any(row.learned) or any(map(_is_learned, row.segments))]
         if not rendered:
             raise BadRow("nothing to learn")
         return rendered
@@ -102,6 +103,8 @@ class Renderer:
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)
+            if not content.desired and len({answer[0].segments[0] for answer in answers}) > 1:
+                answers[0] = [dataclasses.replace(answers[0][0], notes=(*answers[0][0].notes, OTHER_PROMPT))]
             labels = itertools.chain(content.desired, itertools.repeat(None))
             return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
         row = content if isinstance(content, Rendered) else Rendered(content)
@@ -121,9 +124,13 @@ class Renderer:
         """Segments, learned as --learn says."""
         if self._learn == "assistant":
             return segments
-        last = max((i for i, segment in enumerate(segments) if segment.learned and segment.text), default=0)
+        last = max((i for i, segment in enumerate(segments) if _is_learned(segment)), default=0)
         learned = {last} if self._learn == "last" else set(range(len(segments)))
         return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
+
+
+def _is_learned(segment: Segment) -> bool:
+    return segment.learned and bool(segment.text or segment.ends)
 
 
 def over_workers(

@@ -143,7 +143,8 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
             requested = _AS_INSTRUCTION if is_instruction else RequestedFormat()
             questions.append((row, requested.prompt(row)[1]))
         except BadRow as reason:
-            raise UserError(f"{path}:{line_number} has no question that can be asked: {reason}.") from reason
+            why = str(reason).partition("; --columns")[0]  # an option of training
+            raise UserError(f"{path}:{line_number} has no question that can be asked: {why}.") from reason
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}:{line_number} is not JSON ({error}). Give one object in each line.") from error
     if not questions:
