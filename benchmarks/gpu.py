@@ -100,12 +100,17 @@ def has_gpu() -> bool:
 
 
 def variables_of_a_part() -> dict[str, str]:
-    """The allocator as train.py sets it, one card (TRL refuses to train in a process that sees several), and of pytest
-    no plugin that happens to be installed."""
+    """The allocator as train.py sets it, one card (TRL refuses to train in a process that sees several), and pytest
+    without plugins that happen to be installed, and with long lines for failures."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     given = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1", **os.environ}
     paths = os.pathsep.join([str(ROOT), *filter(None, [given.get("PYTHONPATH")])])
-    return given | {"CUDA_VISIBLE_DEVICES": first, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return given | {
+        "CUDA_VISIBLE_DEVICES": first,
+        "PYTHONPATH": paths,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "COLUMNS": "240",
+    }
 
 
 def command_of(name: str, argv: list[str], output: Path) -> list[str]:
