@@ -45,3 +45,13 @@ def test_a_kernel_that_no_one_computes_is_named(found):
     for rank in found:
         assert rank["strays"] == {}
         assert any("add" in name.lower() for name in rank["strays in the end"]), rank
+
+
+@pytest.mark.slow
+def test_a_program_may_have_a_package_tests_beside_it(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    script = tmp_path / "program.py"
+    script.write_text("import torch\nprint(torch.ones(3, device='cuda').sum().item())\n")
+    [ended] = run([script], tmp_path / "run", settings={"PHANTOM_VALUES": 1}, is_fresh=True)
+    assert ended.status == 0 and ended.output.endswith("3.0\n"), ended.output

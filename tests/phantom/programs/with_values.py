@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bitsandbytes.functional import fill, get_paged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -83,6 +84,14 @@ def dropped(device: torch.device) -> torch.Tensor:
     )
 
 
+def filled(device: torch.device) -> torch.Tensor:
+    """By a function of bitsandbytes' library, as the states of its paged optimizers."""
+    if device == CPU:
+        return torch.full((64,), 3, dtype=torch.uint8)
+    fill(states := get_paged(64, dtype=torch.uint8), 3)
+    return states
+
+
 def in_a_thread(device: torch.device) -> torch.Tensor:
     made: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: made.append(drawn(8).to(device) + 1))
@@ -112,6 +121,8 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "a mask as an index": lambda d: drawn(64).to(d)[drawn(64).to(d) > 0],
     "convolution without cuDNN": lambda d: F.conv2d(drawn(1, 3, 8, 8).to(d), drawn(4, 3, 2, 2).to(d)),
     "singular values without cuSOLVER": lambda d: torch.linalg.svdvals(drawn(6, 4).to(d)),
+    "product of integers without NVRTC": lambda d: torch.arange(1, 9).to(d).prod(),
+    "fill of bitsandbytes": filled,
     "tensors of both devices": mixed,
     "dropout and random numbers": dropped,
     "a thread": in_a_thread,

@@ -53,10 +53,10 @@ static const char *name_of(const void *function) {
    an index, so that the host's bytes that lay there before must not pass for it. */
 static int finds_numbers(const char *name) { return strstr(name, "3cub") || strstr(name, "reduce_kernel"); }
 
-static cudaError_t launch(const void *function, cudaStream_t stream) {
+static cudaError_t launch(const void *function, void **arguments, cudaStream_t stream) {
     const char *name = name_of(function);
     one_operation_passes();
-    stray_unless_covered(name);
+    stray_unless_covered(name, arguments);
     if (finds_numbers(name)) forget_known();
     note(KERNEL, name, 0, stream, 0, 0);
     return cudaSuccess;
@@ -64,16 +64,16 @@ static cudaError_t launch(const void *function, cudaStream_t stream) {
 
 EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                                     cudaStream_t stream) {
-    return launch(function, stream);
+    return launch(function, arguments, stream);
 }
 
 EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
                                                size_t shared, cudaStream_t stream) {
-    return launch(function, stream);
+    return launch(function, arguments, stream);
 }
 
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    return launch(function, config->stream);
+    return launch(function, arguments, config->stream);
 }
 
 /* What kernel<<<...>>>() becomes: push the configuration, pop it in the kernel's host function, launch. */
@@ -106,7 +106,7 @@ EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                       cudaStream_t stream) {
-    return launch((const void *)kernel, stream);
+    return launch((const void *)kernel, arguments, stream);
 }
 
 /* ---- what is asked before a launch */

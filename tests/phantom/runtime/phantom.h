@@ -79,7 +79,7 @@ void forget_known(void);
 /* ---- values.c */
 
 /* Kernels and matrix products say with this that they were launched. */
-void stray_unless_covered(const char *name);
+void stray_unless_covered(const char *name, void **arguments);
 
 /* ---- device.c */
 

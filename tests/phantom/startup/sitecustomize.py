@@ -64,6 +64,8 @@ def start_as_asked() -> None:
         if "torch" in sys.modules:
             _install_values()
         else:
+            import tests.phantom  # noqa: F401 - the program may have a package `tests`, too
+
             sys.meta_path.insert(0, _AfterTorch())
 
 
