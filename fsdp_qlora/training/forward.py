@@ -139,7 +139,8 @@ def token_logprobs(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     forward.model.eval()
     with forward.attending():
-        for batch in forward.collator.lay_out_evaluation(table, np.arange(len(table))):
+        # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds differently.
+        for batch in forward.collator.lay_out_step(table, np.arange(len(table))):
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             losses, on_device = forward.token_losses(batch, reduction="none", alone=True)
             logps[on_device.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0

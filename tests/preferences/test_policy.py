@@ -1,5 +1,6 @@
 """What is learned of sampled answers: steps against TRL's GRPOTrainer, gradients against formulas in float64."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,30 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.config.objectives import LossSettings
+from fsdp_qlora.data.batches.micro_batch import Collator
+from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.training.forward import token_logprobs
 from fsdp_qlora.training.rl.source import Rollout, advantages, metrics_of
-from tests.preferences.answers import ANSWERS, CASES, END, LONGEST, LR, STEPS, answers, learn, make_adapter, run_on
+from tests.preferences.answers import (
+    ANSWERS,
+    CASES,
+    END,
+    LONGEST,
+    LR,
+    STEPS,
+    answers,
+    learn,
+    make_adapter,
+    run_on,
+    table_of,
+)
 from tests.preferences.pairs import sketch
 from tests.tiny import on_ranks
 
@@ -22,6 +42,7 @@ TRL = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 OFF = 1e-5
 OF_ANSWERS = ("reward", "frac_", "completions/")
 
+ONE = Ranks(0, 0, 1, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def starts(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
@@ -205,3 +226,35 @@ def test_numbers_do_not_depend_on_the_split_of_answers(
     for name in splits:
         for ours, expected in zip(numbers(tmp_path / name), whole, strict=True):
             assert [ours[key] for key in kept] == pytest.approx([expected[key] for key in kept], rel=OFF, abs=OFF), name
+
+
+def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
+    objective = make_objective("grpo", LossSettings(loss_type="dapo", beta=0.0))
+    logps, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5])  # of the second step on older answers
+    answers = {"old_logps": old, "advantages": torch.ones(2)}
+    batch: Any = SimpleNamespace(answers=answers, targets=torch.tensor([3, 4]))
+    measured = objective.measure(torch.stack([-logps, torch.zeros(2)]), batch, Totals(2, num_targets=2))
+    means = objective.means(measured.tolist(), Totals(2, num_targets=2))
+    found = [means[f"sampling/{name}/mean"] for name in ("importance_sampling_ratio", "sampling_logp_difference")]
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize("batching", ["padded", "padding_free"])
+def test_old_probabilities_come_from_the_micro_batches_of_the_step(batching: str) -> None:
+    table = table_of(answers(0), ADVANTAGES[0])
+    sizes = {"num_rows": 12, "global_batch_size": 12, "data_size": 2, "batch_size": 2}
+    schedule = Schedule(**sizes, num_epochs=1, max_steps=-1, seed=0, batching=batching)
+    of_step = Collator(schedule, pad_token_id=1).lay_out_step(table, np.arange(12))
+    seen = list[torch.Tensor]()
+
+    def token_losses(batch: Any, **_: Any) -> Any:
+        seen.append(batch.input_ids)
+        return torch.zeros(1, len(batch.targets)), batch
+
+    usual = {"attending": contextlib.nullcontext, "heartbeat": Heartbeat(), "token_losses": token_losses}
+    forward: Any = SimpleNamespace(**usual, collator=of_step.collator, model=torch.nn.Module(), ranks=ONE)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    token_logprobs(forward, table)
+    dist.destroy_process_group()
+    expected = [batch.input_ids for batch in of_step]
+    assert len(seen) == len(expected) == 3 and all(map(torch.equal, seen, expected))
