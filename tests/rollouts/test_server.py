@@ -92,6 +92,12 @@ def asked(server: LoraServer, path: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.quick
+def test_ranks_wait_for_rank_0_by_gloo_whatever_their_device(engine: ServerEngine) -> None:
+    ranks = Ranks(0, 0, 1, 1, torch.device("meta"))  # as a GPU, with which NCCL's kernels would wait
+    assert engine_module.run_on_rank_0(lambda: "42", Control(), ranks, 0) == "42"
+
+
+@pytest.mark.quick
 def test_each_answer_is_asked_of_the_newest_adapter_with_its_own_seed(engine: ServerEngine, server: LoraServer) -> None:
     engine.server._patience = 60.0
     first = engine.complete(PROMPTS, 0, 0)

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import torch
+
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import awake, begun
@@ -43,6 +45,7 @@ log = logging.getLogger("fsdp_qlora")
 
 T = TypeVar("T")
 
+_BY_GLOO = torch.device("cpu")  # ranks may wait for minutes, in which NCCL's kernels would keep GPU and core busy
 _PULSE_SECONDS = 0.5  # between two signs of life
 _START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
 _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
@@ -77,7 +80,7 @@ def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = Fal
     Raises:
         RunStopped: on every rank.
     """
-    numbers = gather_numbers([is_done, *control.flags(step)], ranks.device)
+    numbers = gather_numbers([is_done, *control.flags(step)], _BY_GLOO)
     control.heartbeat.beat(step, "rows")
     control.agree(numbers[:, 1:])
     if control.stop:
@@ -95,10 +98,10 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
     text, task = "", begun(work) if ranks.is_rank_0 else None
     while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
         wait([task] if task else [], _PULSE_SECONDS)
-    with raise_on_all_ranks(RolloutError, ranks.device):
+    with raise_on_all_ranks(RolloutError, _BY_GLOO):
         if task:
             text = task.result()
-    return all_gather_strings(text, ranks.device)[0]
+    return all_gather_strings(text, _BY_GLOO)[0]
 
 
 @dataclass(eq=False)
@@ -126,7 +129,7 @@ class EmbeddedEngine:
             for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
                 batch = {place: prompts[place] for place in places[first : first + self.at_a_time]}
                 own |= generator.generate(batch, beat=beat)
-        return gather_completions(own, self.ranks.device)
+        return gather_completions(own, _BY_GLOO)
 
 
 class RequestFailed(Exception):
