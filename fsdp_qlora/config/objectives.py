@@ -117,13 +117,13 @@ class TokenInputs(NamedTuple):
     """The learned tokens of sampled answers, each tensor float32 [N].
 
     logps: log-probabilities under the policy. old_logps: when the answers were sampled. reference: under the reference;
-    None without one. sampled_logps: the engine's own; None where nothing is corrected. advantages: of the answers.
+    None without one. sampled_logps: the engine's own. advantages: of the answers.
     """
 
     logps: torch.Tensor
     old_logps: torch.Tensor
     reference: torch.Tensor | None
-    sampled_logps: torch.Tensor | None
+    sampled_logps: torch.Tensor
     advantages: torch.Tensor
 
 
@@ -189,8 +189,9 @@ MOST_CORRECTED = 3.0  # ratio of the policy's probability to the engine's; TRL's
 def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Shao et al. 2024, eq. 3, for each token, with TRL's names of its metrics.
 
-    The upper clip may be a higher one (Yu et al. 2025). What an engine samples with other probabilities than the
-    policy's is weighed by truncated importance sampling (Yao et al. 2025).
+    The upper clip may be a higher one (Yu et al. 2025). What a server samples with other probabilities than the
+    policy's is weighed by truncated importance sampling (Yao et al. 2025). The rounding of the run's own model is only
+    measured, as by TRL: where the old log-probabilities are the step's, weights would add the noise of its dropout.
     """
     low, high = s.epsilon[0], s.epsilon[-1]
     ratio = (x.logps - x.old_logps).exp()
@@ -198,9 +199,11 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     is_low, is_high = (ratio < 1 - low) & (x.advantages < 0), (ratio > 1 + high) & (x.advantages > 0)
     metrics = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     metrics = {f"clip_ratio/{name}": values.float() for name, values in metrics.items()}
-    if x.sampled_logps is not None:
-        weight = (x.old_logps - x.sampled_logps).exp().clamp(max=MOST_CORRECTED)
-        loss, metrics["sampling/importance_sampling_ratio/mean"] = loss * weight, weight
+    mismatch = x.old_logps - x.sampled_logps
+    weight = mismatch.exp().clamp(max=MOST_CORRECTED)
+    metrics["sampling/importance_sampling_ratio/mean"] = weight
+    metrics["sampling/sampling_logp_difference/mean"] = mismatch.abs()
+    loss = loss * weight if s.rollout_url else loss
     if x.reference is not None:
         difference = x.reference - x.logps
         # Schulman 2020, k3; times the ratio it has the gradient of the divergence itself (DeepSeek-AI 2025, V3.2).

@@ -170,8 +170,8 @@ class Policy(TokenMean):
 
     def _metric_names(self) -> Iterator[str]:
         yield from ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+        yield from ("sampling/importance_sampling_ratio/mean", "sampling/sampling_logp_difference/mean")
         yield from ["kl"] * (self.settings.beta > 0)
-        yield from ["sampling/importance_sampling_ratio/mean"] * bool(self.settings.rollout_url)
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
         num_targets, num_rows = batches.num_targets, len(batches.rows)
@@ -182,11 +182,12 @@ class Policy(TokenMean):
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         negative, entropy, *reference = losses
         logps, answers, settings = -negative, batch.answers, self.settings
+        old_logps = answers.get("old_logps", logps.detach())
         inputs = TokenInputs(
             logps,
-            old_logps=answers.get("old_logps", logps.detach()),
+            old_logps,
             reference=-reference[0].detach() if reference else None,
-            sampled_logps=answers.get("sampled_logps", logps.detach()) if settings.rollout_url else None,
+            sampled_logps=answers.get("sampled_logps", old_logps),  # a generation of an older version lacks them
             advantages=answers.get("advantages", torch.zeros_like(entropy)),
         )
         assert self.row.token_loss is not None

@@ -4,22 +4,24 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.config.objectives import LossSettings
 from fsdp_qlora.data.batches.micro_batch import Collator
 from fsdp_qlora.data.batches.schedule import Schedule
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
 from fsdp_qlora.training.forward import token_logprobs
+from fsdp_qlora.training.generation.generate import Completion
+from fsdp_qlora.training.objective import Totals, make_objective
 from fsdp_qlora.training.rl.source import Rollout, advantages, metrics_of
 from tests.preferences.answers import (
     ANSWERS,
@@ -40,9 +42,9 @@ from tests.tiny import on_ranks
 Models = Callable[..., Path]
 TRL = json.loads(Path(__file__).with_name("trl_grpo.json").read_text())
 OFF = 1e-5
+ONE = Ranks(0, 0, 1, 1, torch.device("cpu"))
 OF_ANSWERS = ("reward", "frac_", "completions/")
 
-ONE = Ranks(0, 0, 1, 1, torch.device("cpu"))
 
 @pytest.fixture(scope="module")
 def starts(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
@@ -141,6 +143,9 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
         if step % 2 == 0:
             old = under(trained, found)
         reference, loss, kls, ratios, weights, entropies = under(begin, found), 0.0, [], [], [], []
+        pairs = [
+            pair for own, each in zip(old, found, strict=True) for pair in zip(own.tolist(), each.logps, strict=True)
+        ]
         for answer, advantage, before, known in zip(found, ADVANTAGES[0], old, reference, strict=True):
             spread = distributions(answer)
             entropies += (-(spread.exp() * spread).sum(dim=-1)).tolist()
@@ -161,6 +166,7 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
                 parameter -= LR * parameter.grad
                 parameter.grad = None
         means = {"kl": kls, "entropy": entropies, "sampling/importance_sampling_ratio/mean": weights}
+        means["sampling/sampling_logp_difference/mean"] = [abs(before - sampled) for before, sampled in pairs]
         means["clip_ratio/low_mean"] = [ratio < 0.95 and advantage < 0 for ratio, advantage in ratios]
         means["clip_ratio/high_mean"] = [ratio > 1.1 and advantage > 0 for ratio, advantage in ratios]
         found_means = {name: sum(values) / len(values) for name, values in means.items()}

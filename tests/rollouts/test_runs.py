@@ -48,6 +48,24 @@ def lines_of(output_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
+def mismatch(output_dir: Path) -> list[float]:
+    """The mean ratio of the trainer's to the sampled probabilities, and the largest mean difference of a step."""
+    ratios = read_metrics(output_dir, "sampling/importance_sampling_ratio/mean")
+    return [sum(ratios) / len(ratios), max(read_metrics(output_dir, "sampling/sampling_logp_difference/mean"))]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_old_probabilities_of_the_step_itself_are_compared_too(precision: str, models: Models, tmp_path: Path) -> None:
+    options = {**inputs(models, tmp_path), "train_type": "qlora", "precision": precision, "temperature": 0.7}
+    train_ok(2, tmp_path / "out", **{**options, "gradient_accumulation_steps": 4, "max_steps": 2})
+    ratio, difference = mismatch(tmp_path / "out")
+    if precision == "fp32":
+        assert (ratio, difference) == pytest.approx((1, 0), abs=1e-5)
+    else:
+        assert 0.97 < ratio < 1.03 and 0 < difference < 0.05
+    assert all("old_logps" not in line and "sampled_logps" in line for line in lines_of(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("shared", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["own rows", "shared rows"])
 def test_answers_are_the_same_on_one_and_two_ranks(shared: int, models: Models, tmp_path: Path) -> None:
     options = {**inputs(models, tmp_path), "num_iterations": 2, "max_steps": 4}
@@ -59,12 +77,15 @@ def test_answers_are_the_same_on_one_and_two_ranks(shared: int, models: Models, 
     one, two = (lines_of(tmp_path / ranks) for ranks in "12")
     assert len(one) == 16 and {line["version"] for line in one} == {0, 2}
     for first, second in zip(one, two, strict=True):
-        logps = [torch.tensor(line.pop("old_logps")) for line in (first, second)]
-        torch.testing.assert_close(*logps, atol=1e-5, rtol=1e-5)
+        for name in ("old_logps", "sampled_logps"):
+            logps = [torch.tensor(line.pop(name)) for line in (first, second)]
+            torch.testing.assert_close(*logps, atol=1e-5, rtol=1e-5)
         assert first == second
     for name in ("loss", "reward", "entropy", "grad_norm"):
         of_both = [torch.tensor(read_metrics(tmp_path / ranks, name)) for ranks in "12"]
         torch.testing.assert_close(*of_both, atol=1e-5, rtol=1e-4)
+    # In float32 the trainer has the probabilities that the answers were drawn with.
+    assert [mismatch(tmp_path / ranks) for ranks in "12"] == [pytest.approx([1, 0], abs=1e-5)] * 2
     # The second step on the same answers is of another policy.
     assert read_metrics(tmp_path / "1", "reward")[::2] == read_metrics(tmp_path / "1", "reward")[1::2]
 

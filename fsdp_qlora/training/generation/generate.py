@@ -174,6 +174,8 @@ class Draws:
     Args:
         numbers: of the prompts in the batch.
     """
+    Attributes:
+        logps: log-probabilities of each call's tokens among those drawn from, float32 [B, 1].
 
     def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
         self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
@@ -181,6 +183,7 @@ class Draws:
         self._seeds = [derive_seed("generate", options.seed, prompt) for prompt in numbers]
         self._sources: list[torch.Generator] = []
 
+        self.logps: list[torch.Tensor] = []
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for warper in self._warpers:
             scores = warper(input_ids, scores)
@@ -189,7 +192,9 @@ class Draws:
         for row, own in zip(noise, self._sources, strict=True):
             row.exponential_(generator=own)
         # The first of exponential variables whose rates are the probabilities, as in torch.multinomial.
-        drawn = (scores.float().softmax(dim=-1) / noise).argmax(dim=-1, keepdim=True)
+        probabilities = scores.float().softmax(dim=-1)
+        drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
+        self.logps.append(probabilities.gather(1, drawn).log())
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
@@ -197,7 +202,7 @@ class Completion(NamedTuple):
     """The answer that a model writes to a prompt.
 
     token_ids: with the end token, if it ended by itself. is_done: whether it did; otherwise it was cut at the most
-    tokens. logps: the engine's own log-probability of each token, where it is asked for.
+    tokens. logps: the engine's own log-probability of each token, where it was drawn.
     """
 
     token_ids: list[int]
@@ -299,6 +304,9 @@ class TextGenerator:
             beating.remove()
             if head:
                 head.counts = None
+        for drawn in draws:
+            for index, logps in zip(batch, torch.cat(drawn.logps, dim=1).tolist(), strict=True):
+                made[index] = made[index]._replace(logps=logps[: len(made[index].token_ids)])
             reshard_all(model)
         return made if prompts else {}
 
