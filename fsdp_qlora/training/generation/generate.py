@@ -5,6 +5,7 @@ Prompts are in the format of a run: from a question to the token ids before the 
 
 import json
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -173,17 +174,17 @@ class Draws:
 
     Args:
         numbers: of the prompts in the batch.
-    """
     Attributes:
         logps: log-probabilities of each call's tokens among those drawn from, float32 [B, 1].
+    """
 
     def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
         self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
         self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
         self._seeds = [derive_seed("generate", options.seed, prompt) for prompt in numbers]
         self._sources: list[torch.Generator] = []
-
         self.logps: list[torch.Tensor] = []
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for warper in self._warpers:
             scores = warper(input_ids, scores)
@@ -253,9 +254,7 @@ class TextGenerator:
         show: Callable[[Completion], object] = lambda completion: None,
         beat: Callable[[], object] = lambda: None,
     ) -> dict[int, Completion]:
-        """Complete this rank's prompts. Called on every rank, also on those without a prompt.
-
-        A rank that has no prompts, or whose completions have ended, takes part until those of all ranks have.
+        """Complete this rank's prompts. Called on every rank: one that has none takes part until all have ended.
 
         Args:
             prompts: index -> token ids.
@@ -265,8 +264,8 @@ class TextGenerator:
         model, device = self._model, self.ranks.device
         batch = prompts or {0: [0]}
         made = {index: Completion([], is_done=not prompts) for index in batch}
-        # The model's device is the CPU where embeddings are offloaded; FSDP2 moves the inputs.
-        inputs = [torch.tensor(ids, device=model.device) for ids in batch.values()]
+        # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU, and transformers warns.
+        inputs = [torch.tensor(ids, device=device) for ids in batch.values()]
         padded = partial(pad_sequence, batch_first=True, padding_side="left")
 
         def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -290,7 +289,7 @@ class TextGenerator:
         try:
             if head:
                 head.counts = [counts[rank] for rank in sharing_ranks(model)]
-            with self._precision.autocasting(device):
+            with warnings.catch_warnings(action="ignore", category=UserWarning), self._precision.autocasting(device):
                 model.eval().generate(
                     padded(inputs),
                     attention_mask=padded([torch.ones_like(ids) for ids in inputs]),
@@ -304,10 +303,10 @@ class TextGenerator:
             beating.remove()
             if head:
                 head.counts = None
+            reshard_all(model)
         for drawn in draws:
             for index, logps in zip(batch, torch.cat(drawn.logps, dim=1).tolist(), strict=True):
                 made[index] = made[index]._replace(logps=logps[: len(made[index].token_ids)])
-            reshard_all(model)
         return made if prompts else {}
 
 
