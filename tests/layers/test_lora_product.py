@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.model.adapters.lora import Dropout, LoraLinear
@@ -137,3 +138,30 @@ def test_backward_decodes_weights_again_and_skips_the_last_product(
         monkeypatch.setattr(type(first.base_layer), name, counted)
     checkpoint(lambda x: second(first(x)), tokens(), use_reentrant=False).sum().backward()
     assert products == ["multiply"] * 3 + ["multiply_grad"] * 2
+
+
+class Called(TorchDispatchMode):
+    """The names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_gradients_nothing_is_kept_and_bits_are_the_same(kind: str, dtype: torch.dtype) -> None:
+    layer = adapted(kind, dtype=dtype, dropout=0.5).eval()
+    layer = layer if KINDS[kind][0] else layer.to(dtype)
+    x = torch.randn(3, 1, IN).to(dtype)
+    of_backward = {"new_empty", "_unsafe_view"}  # a node that keeps tensors, and an output that hooks may hold
+    with Called() as usual:
+        expected = layer(x).detach()
+    with Called() as lean, torch.no_grad():
+        found = layer(x)
+    assert torch.equal(found, expected)
+    assert of_backward <= {*usual.names} and not of_backward & {*lean.names}

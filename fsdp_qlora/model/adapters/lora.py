@@ -83,8 +83,7 @@ class _LoraProduct(torch.autograd.Function):
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to compute them again.
         ctx.weights, ctx.product = (lora_A, lora_B), product
-        (y,) = product.base.multiply(x.flatten(0, -2))
-        return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
+        return as_before(_adapted(x.flatten(0, -2), low, lora_B, product.base, product.scaling), x)
 
     @staticmethod
     @once_differentiable
@@ -122,6 +121,14 @@ def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.T
     return torch.addmm(a.new_empty(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling)
 
 
+def _adapted(
+    rows: torch.Tensor, low: torch.Tensor, lora_B: torch.Tensor, base: FrozenProduct, scaling: float
+) -> torch.Tensor:
+    """y for x as [N, in]."""
+    (y,) = base.multiply(rows)
+    return y.addmm_(low, lora_B.to(rows.dtype).T, alpha=scaling)
+
+
 class LoraAdapter(nn.Module):
     """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
 
@@ -142,7 +149,12 @@ class LoraAdapter(nn.Module):
         Args:
             source: `output_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
-        x, low, product = self._low_rank(x, frozen_product(base_layer, x), source)
+        base = frozen_product(base_layer, x)
+        if not torch.is_grad_enabled() and not self.training:  # a generated token waits for the host, not the GPU
+            rows = x.to(base.dtype).flatten(0, -2)
+            low = F.linear(rows, self.lora_A.weight.to(rows.dtype))
+            return _adapted(rows, low, self.lora_B.weight, base, self.scaling).view(*x.shape[:-1], -1)
+        x, low, product = self._low_rank(x, base, source)
         y: torch.Tensor = _LoraProduct.apply(x, low, self.lora_A.weight, self.lora_B.weight, product)
         return y
 

@@ -277,6 +277,8 @@ class GatedMlp(Mlp):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
+        if not torch.is_grad_enabled():
+            return down(_gated(self.activation, gate(x), up(x)))
         y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.inputs_only))
         return y
 

@@ -256,7 +256,8 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
 
 def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
     """Elements [first, first + count) of a tensor's bytes as `dtype`."""
-    return tensor.view(dtype).view(-1)[first : first + count]
+    elements = tensor.view(dtype).view(-1)
+    return elements if count == elements.numel() else elements[first : first + count]
 
 
 def _select(
