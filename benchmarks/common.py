@@ -25,7 +25,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths, TokenizedRows
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.device import configure_kernels
-from fsdp_qlora.distributed.process_group import release_loading_memory
+from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import shard_size
 from fsdp_qlora.model import model_parts
@@ -122,7 +122,7 @@ def build_run(
     unchecked = mock.patch.object(load_model, "check_byte_account") if is_stand_in() else contextlib.nullcontext()
     with unchecked:
         mesh = load_model.load_model(config, placed, weights, ranks)
-    release_loading_memory(ranks.device)
+    release_cached_memory(ranks.device)
     on_phase("loaded and verified")
     rows = np.arange(len(data))
     run_data = RunData(data, rows)

@@ -120,11 +120,14 @@ def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
             )
 
 
-def release_loading_memory(device: torch.device) -> None:
-    """Return cached GPU memory to the device after loading, and reset the peak statistics."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+def release_cached_memory(device: torch.device) -> float:
+    """Return cached GPU memory to the device, and begin a new peak; returns the last one, GiB reserved; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    peak = torch.cuda.max_memory_reserved(device) / 2**30
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def stop_process_group() -> None:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.device import configure_kernels
-from fsdp_qlora.distributed.process_group import broadcast_string, release_loading_memory, start_process_group
+from fsdp_qlora.distributed.process_group import broadcast_string, release_cached_memory, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import exits
@@ -66,7 +66,7 @@ def load_trained(
     start_process_group(ranks, store, layout=placed.layout)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
         load_model(config, placed, weights, ranks)
-    release_loading_memory(ranks.device)
+    release_cached_memory(ranks.device)
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)

@@ -33,7 +33,7 @@ from fsdp_qlora.distributed.process_group import (
     check_agreement,
     process_group_closed,
     raise_on_all_ranks,
-    release_loading_memory,
+    release_cached_memory,
     start_process_group,
 )
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed, read_ranks, set_up_logging
@@ -180,7 +180,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     with guard.loading():
         mesh = load_model(config, plan.placed, weights, ranks)
         guard.memory.record("after loading")
-        release_loading_memory(ranks.device)
+        release_cached_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
         if config.precompute_reference:
             plan = dataclasses.replace(plan, data=precompute_reference(config, plan.data, trainer, identity["facts"]))

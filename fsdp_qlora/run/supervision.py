@@ -16,6 +16,7 @@ from fsdp_qlora.checkpoint.train_state import TrainState
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.distributed.process_group import release_cached_memory
 from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
@@ -202,6 +203,8 @@ class Recorder:
         self.metrics.evaluation(record | tasks)
         if samples:
             samples.write(progress.step, beat)
+        if samples or tasks:
+            release_cached_memory(self.guard.ranks.device)  # what answers took is not the next step's
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:

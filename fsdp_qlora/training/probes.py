@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
-from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending, packing_blocker
@@ -249,8 +249,7 @@ class GpuMeter:
 
     def start(self) -> None:
         """Begin a probe: peaks count from here."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        release_cached_memory(self.device)
 
     def most(self) -> int:
         """Bytes that this process could reserve, with those that it has reserved."""

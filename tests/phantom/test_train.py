@@ -163,6 +163,32 @@ def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(train: Calla
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_memory_of_answers_is_not_a_steps(ranks: int, train: Callable[..., Any], tmp_path: Path) -> None:
+    options = {"objective": "grpo", "rewards": "length:4", "max_completion_length": 8, "num_generations": 128}
+    options |= {"gradient_accumulation_steps": 16, "batch_size": 8, "recompute": "auto"}
+    options |= {
+        "sharding_strategy": "full_shard",
+        "use_cpu_offload": True,
+        "max_steps": 2,
+        "save_every": "none",
+        "log_to": "jsonl",
+    }
+    # Logits of 128 answers at a time, of which a step has those of few tokens.
+    case = Case(options, ranks, model=("llama", {"num_hidden_layers": 4, "vocab_size": 200_000}))
+    ended, is_saved = train(case, {"PHANTOM_GIB": 8}, summary=True)
+    assert [rank.status for rank in ended] == [0] * ranks and is_saved, ended[0].output[-4000:]
+    # Tokens are drawn on the GPU, though the embeddings are on the host: no logits are copied there.
+    assert max(copy["bytes"] for copy in ended[0].summary["copies"] if copy["kind"] == "device_to_host") < 2**20
+    assert "of 128 on a rank 128 at a time" in ended[0].output and "s per generation" in ended[0].output
+    records = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "generation_memory_gib" in record]
+    for record in steps:
+        assert record["generation_memory_gib"] > max(record["memory_gib"]["reserved"]) + 0.3
+    assert len(steps) == 2 and {record["recompute"] for record in steps} == {0}
+    assert "Please report it" not in ended[0].output
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings", "message"),
     [

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.distributed.process_group import broadcast_string, raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import (
+    broadcast_string,
+    gather_numbers,
+    raise_on_all_ranks,
+    release_cached_memory,
+)
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import Completion
@@ -148,14 +154,18 @@ class Rollouts:
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             generation, iteration = divmod(step, schedule.num_iterations)
+            memory = {}
             if iteration == 0:
+                release_cached_memory(self.ranks.device)
                 rollouts = self._generation(rows.reshape(-1, group_size), generation, step)
+                peak = gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu")).max().item()
+                memory = {"generation_memory_gib": round(peak, 3)} if peak else {}
             elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from. Restore it, or resume from the "
                     f"checkpoint of a step that is a multiple of --num_iterations {schedule.num_iterations}."
                 )
-            metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started}
+            metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started} | memory
             yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), metrics=metrics)
 
     def _kept(self, step: int) -> list[Rollout]:
