@@ -56,6 +56,11 @@ def with_margin(estimate: int) -> int:
     return int(estimate * (1 + _MARGIN_SHARE)) + _MARGIN
 
 
+def without_margin(free: int) -> int:
+    """The largest estimate that so many free bytes of a GPU are enough for."""
+    return int((free - _MARGIN) / (1 + _MARGIN_SHARE))
+
+
 # --- by the estimate ---
 
 

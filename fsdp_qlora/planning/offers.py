@@ -105,7 +105,8 @@ def _generation_lines(run: PlannedRun) -> list[str]:
         return []
     answers = run.rows * request.num_gpus
     free = int(request.bytes) - sum(run.report.beside_torch.values())
-    generation = plan_generation(run.placed, answers, config.longest_row, free)
+    longest, most_new = config.longest_row, config.max_completion_length
+    generation = plan_generation(run.placed, answers, longest, most_new, free, request.gpu)
     line = generation.describe(answers // config.num_generations, config.num_generations, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
 

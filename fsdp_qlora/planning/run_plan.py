@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +33,7 @@ from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.observability.metric_log import refuse_sinks
-from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.gpus import Gpu, gpu_of
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
 from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model
@@ -107,7 +108,9 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     generation = None
     if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
-        generation = plan_generation(placed, schedule.global_batch_size, int(data.lengths.max()), free)
+        card = gpu_of(torch.cuda.get_device_properties(ranks.device)) if ranks.device.type == "cuda" else None
+        longest, most_new = int(data.lengths.max()), config.max_completion_length
+        generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
     warmup_steps = num_warmup_steps(config, schedule)
     plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, rewards, generation, chosen)
     _log_plan(config, plan)

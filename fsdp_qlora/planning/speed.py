@@ -165,6 +165,21 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
     return micro_batch.useful / seconds(work, gpu)
 
 
+def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool) -> float:
+    """Time in which a rank's model generates a token of so many completions; all ranks work at the same time.
+
+    gathered: whether weights stay gathered from pass to pass.
+    """
+    size, num_shards = size_of(plan.model.meta.parts), plan.layout.num_shards
+    experts, hit = size.mixture, size.mixture.hit(tokens)
+    weights = size.linear + experts.weights * (hit / experts.chosen - 1)
+    memory = weights * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    host = size.blocks * _BLOCK_SECONDS + hit * experts.parameters * (size.decoding > 0) * _PRODUCT_SECONDS
+    moved = 0 if gathered or not plan.layout.frees_blocks else size.stored * (num_shards - 1) / num_shards
+    moved += size.stored / num_shards * plan.placement.offload.blocks / size.blocks
+    return max(host, memory, moved / (gpu.link * 1e9))
+
+
 def size_of(parts: ModelParts) -> Size:
     """The size of a built model; of a mixture's experts those that work on a token."""
     kinds = [item for block in parts.blocks for item in parts.kinds(block).items()]

@@ -427,3 +427,14 @@ def test_published_runs_of_other_programs_are_planned_as_the_docs_say() -> None:
         if row["model"] != "qwen-1.8b"  # whose products are small
     ]
     assert len(errors) == 40 and sum(error > 0.25 for error in errors) <= 4 and max(errors) < 0.4
+
+
+def test_as_many_answers_at_a_time_as_the_card_has_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"model_name": "qwen3-8b", "objective": "grpo", "rewards": "number", "num_generations": 8, "batch_size": 4}
+    asked |= {"gradient_accumulation_steps": 16, "context_length": 1536, "max_completion_length": 1024}
+    for gpu, at_a_time, rounds in (("H100 SXM", 64, 1), ("RTX 4080", 32, 2)):
+        assert main(["plan", *flags(**asked, gpu=gpu)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"of 64 on a rank {at_a_time} at a time" in said
+        # 36 blocks in a pass for each token, of which the host launches each in 1.74 ms.
+        assert f"at most about {rounds * 1024 * 36 / 576:.0f} s per generation" in said

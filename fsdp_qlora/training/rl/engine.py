@@ -106,7 +106,7 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
 
 @dataclass(eq=False)
 class EmbeddedEngine:
-    """Answers prompts as `Engine` says, the same on any number of ranks.
+    """Answers prompts as `Engine` says, in float32 on one kind of device the same on any number of ranks.
 
     options: with the run's seed. at_a_time: answers of a rank in one batch, which shares its cache. gathered: the block
     in which weights may stay gathered.
