@@ -30,7 +30,7 @@ from fsdp_qlora.checkpoint.run_folder import (
     remove_run,
 )
 from fsdp_qlora.data.batches import schedule
-from fsdp_qlora.distributed.process_group import broadcast_string, raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.utils.files import read_json, write_json
@@ -151,7 +151,7 @@ class RunFolder:
                     answer = {"start": dataclasses.asdict(start)}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
-        answer = json.loads(broadcast_string(json.dumps(answer), self.ranks.device))
+        answer = json.loads(all_gather_strings(json.dumps(answer), self.ranks.device)[0])
         if "start" in answer:
             return Start(**answer["start"])
         if answer["ending"] == "bad_input":

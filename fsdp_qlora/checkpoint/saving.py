@@ -24,7 +24,7 @@ import torch
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.checkpoint.train_state import Tensors, TrainState
-from fsdp_qlora.distributed.process_group import all_gather_strings, broadcast_string
+from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import FileRecord, read_json, write_hashed_json
@@ -148,7 +148,7 @@ class Saver:
                 self.state.beat()
         parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
         outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
-        failure: dict[str, Any] | None = json.loads(broadcast_string(json.dumps(outcome), self.ranks.device))
+        failure: dict[str, Any] | None = json.loads(all_gather_strings(json.dumps(outcome), self.ranks.device)[0])
         return failure
 
     def close(self) -> None:

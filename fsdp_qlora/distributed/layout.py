@@ -61,32 +61,23 @@ class Layout:
 
     @property
     def communicators(self) -> list[tuple[int, bool]]:
-        """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens (all-to-all).
-
-        All ranks; shards and replicas of a hybrid; ranks that share micro-batches, where these are not all.
-        """
+        """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens (all-to-all)."""
         world = (self.per_node, self.world_size in (self.num_shards, self.context_size))
-        hybrid = [(self.per_node, True), (1, False)] if self.is_hybrid else []
+        hybrid = [(self.per_node, True), (1, False)] if self.is_hybrid else []  # shards, replicas
         shared = [(self.context_size, True)] if 1 < self.context_size < self.world_size else []
         return [world, *hybrid, *shared] if self.world_size > 1 else []
 
     @property
     def p2p_channels(self) -> int:
-        """The most NCCL channels between two ranks that exchange tokens, each with buffers.
-
-        NCCL alone takes 32 with NVLink. Looking up rows of the vocabulary needs few, attention's heads more.
-        """
-        return 16 if self.context_size > 1 else 4
+        """The most NCCL channels, each with buffers, of two ranks that exchange tokens; NCCL takes 32 with NVLink."""
+        return 16 if self.context_size > 1 else 4  # lookups of the vocabulary need few
 
     @property
     def nccl_settings(self) -> dict[str, str]:
         """Environment variables of NCCL."""
-        settings = {"NCCL_MAX_P2P_NCHANNELS": str(self.p2p_channels)}
-        if len(self.communicators) > 1:
-            # Collectives of several at a time may deadlock unless they start in one order on all ranks: here that of
-            # the host (NCCL's user guide, usage/communicators; since 2.26).
-            settings["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
-        return settings
+        # Collectives of several communicators may deadlock unless they start in one order (NCCL's guide): the host's.
+        ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if len(self.communicators) > 1 else {}
+        return {"NCCL_MAX_P2P_NCHANNELS": str(self.p2p_channels), **ordered}
 
     @property
     def frees_blocks(self) -> bool:

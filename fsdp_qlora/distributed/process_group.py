@@ -175,14 +175,3 @@ def all_gather_strings(text: str, device: torch.device, group: dist.ProcessGroup
     all_gather(gathered, padded, group=group)
     rows = gathered.view(-1, size).cpu().numpy()
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-def broadcast_string(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> str:
-    """Rank 0's text on every rank."""
-    content = text.encode()
-    length = int(gather_numbers([len(content)], device, group)[0])
-    if not length:
-        return ""
-    sent = torch.frombuffer(bytearray(content[:length].ljust(length)), dtype=torch.uint8).to(device)
-    dist.broadcast(sent, src=0, group=group)
-    return sent.cpu().numpy().tobytes().decode()

@@ -31,8 +31,7 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
 
 def timeout_of_world() -> datetime.timedelta:
     """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that of the world is."""
-    timeout: datetime.timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
-    return timeout
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
 
 
 def shard_size(mesh: DeviceMesh) -> int:

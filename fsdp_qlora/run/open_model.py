@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.content import Chat, PromptContent
 from fsdp_qlora.distributed.device import configure_kernels
-from fsdp_qlora.distributed.process_group import broadcast_string, release_cached_memory, start_process_group
+from fsdp_qlora.distributed.process_group import all_gather_strings, release_cached_memory, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect, kept_until_all_connect
 from fsdp_qlora.distributed.supervision import exits
@@ -176,5 +176,5 @@ def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> s
         if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-    line = broadcast_string(line, torch.device("cpu"), waiting)
+    line = all_gather_strings(line, torch.device("cpu"), waiting)[0]
     return line.strip() if line else None

@@ -29,8 +29,7 @@ _SOLVER = {
 }  # fmt: skip
 # Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
-# Bits of a code -> bytes that torch's operators read and write to decode one: 11 to subtract and scale, the rest for
-# bits and statistics.
+# Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to subtract and scale.
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 

@@ -22,7 +22,7 @@ from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.process_group import (
-    broadcast_string,
+    all_gather_strings,
     gather_numbers,
     raise_on_all_ranks,
     release_cached_memory,
@@ -171,7 +171,7 @@ class Rollouts:
     def _kept(self, step: int) -> list[Rollout]:
         """The last rollouts before a step, on every rank; what was written for later ones goes."""
         text = json.dumps(truncate_rollouts(self.path, step)) if self.ranks.is_rank_0 else ""
-        return [Rollout.from_json(record) for record in json.loads(broadcast_string(text, self.ranks.device))]
+        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(text, torch.device("cpu"))[0])]
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
         """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
