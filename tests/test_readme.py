@@ -43,7 +43,7 @@ OTHER_FLAGS = {
     *("served-model-name", "quantization", "logprobs-mode"),
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
-    *("report", "nightly", "shape", "probe"),  # benchmarks, the tests, plan
+    *("report", "minutes", "part", "parts", "nightly", "shape", "probe"),  # benchmarks, the tests, plan
     *("config", "help", "dry_run"),
 }
 
