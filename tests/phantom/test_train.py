@@ -1,9 +1,7 @@
 """Whole runs of train.py on the stand-in: what it chooses by the GPUs' memory, and each way through the program.
 
-With values, each way has the losses, gradient norms and weights of the same run on the CPU. The table of README.md
-comes from
-
-    python -m pytest --nightly tests/phantom/test_train.py -rP | grep '^|'
+With values, each way has the losses, gradient norms and weights of the same run on the CPU. README.md has the command
+that makes its table.
 """
 
 import json
