@@ -116,9 +116,9 @@ def test_a_format_of_the_guide_is_asked_by_generate(monkeypatch: pytest.MonkeyPa
 def test_a_reward_function_is_a_function_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rewards, "REWARD_FACTORIES", rewards.REWARD_FACTORIES.copy())
     exec(SECTIONS["reward function"].partition("```python\n")[2].partition("```")[0], {"__name__": "example"})
-    [found] = rewards.load_rewards(["contains:so it is=0.5"])
-    batch = {"prompts": ["?"] * 2, "completions": ["so it is 3", "3"], "completion_ids": [[1]] * 2}
-    assert rewards.Scorer([found], zero_on_error=False, seconds=9).score(batch, [1, 2]) == {"contains": [1, 0]}
+    [found] = rewards.parse_rewards(["contains:so it is=0.5"])
+    assert (found.name, found.weight) == ("contains", 0.5)
+    assert rewards.builtin(found.word)(completions=["so it is 3", "3"], completion_ids=[[1]] * 2) == [1, 0]
 
 
 def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:

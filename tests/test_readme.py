@@ -96,6 +96,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
     rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
     pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]} for row in made]
+    pairs = [{**pair, "answer": "7"} for pair in pairs]  # for --rewards number
     adapter = tmp_path / "adapter"
     get_peft_model(
         AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")

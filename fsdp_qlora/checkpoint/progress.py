@@ -49,7 +49,8 @@ class Progress(Evaluations):
     """Counters and losses of a run, under their names in state.json.
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
-    loss_scale: `LossScale.state` of an fp16 run. stream: a StreamPosition of data/batches/streaming.py.
+    loss_scale: `LossScale.state` of an fp16 run. stream: a StreamPosition of data/batches/streaming.py, or
+    `mark_of` the last answers of training/rl/source.py.
     """
 
     step: int = 0
@@ -59,7 +60,7 @@ class Progress(Evaluations):
     loss: float | None = None
     recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, float] = field(default_factory=dict)
-    stream: dict[str, int] = field(default_factory=dict)
+    stream: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":

@@ -44,7 +44,7 @@ def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception 
             freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
             if freed is None:
                 return error
-            log.warning("The disk is full (%s). %s was deleted to make room for the result.", error, freed)
+            log.warning("The disk is full (%s). %s was deleted to make room.", error, freed)
 
 
 def cannot_save(output_dir: Path, error: Exception) -> TrainingError:

@@ -415,6 +415,8 @@ def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
     changes = [f"{name} {old[name]} then, {new[name]} now" for name in old.keys() & new if old[name] != new[name]]
     if changes:
         log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(changes)))
+    if (then := stored.get("rewards")) and (now := identity.get("rewards")) and then != now:
+        log.warning("The reward functions were %s, and are now %s.", ", ".join(then), ", ".join(now))
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
         data_size = identity["world_size"] // options.get("context_parallel_size", 1)

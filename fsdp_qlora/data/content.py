@@ -17,6 +17,8 @@ begin and end it; or not at all."""
 FOLDER = "folder of its file"  # the name by which a reader finds it in a row, for relative paths
 ENDED_WORKERS = "two processes that fill the chat template have ended at it"  # and how: perhaps not the row's fault
 _MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
+ANSWERS = ("answer", "solution", "target", "label", "output", "response")
+"""Columns in which reward functions look for the right answer, the first that a row has."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """Turns the rows of one dataset into tokens or prompts, and reports on the rows that cannot be used."""
 
+import contextlib
 import dataclasses
+import json
 import logging
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,7 +28,17 @@ from fsdp_qlora.data.batches.rows import (
     join_rows,
 )
 from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, sample_evenly
-from fsdp_qlora.data.content import FOLDER, BadRow, Fields, PromptContent, Rendered, Row, SourceFile, prompt_text
+from fsdp_qlora.data.content import (
+    ANSWERS,
+    FOLDER,
+    BadRow,
+    Fields,
+    PromptContent,
+    Rendered,
+    Row,
+    SourceFile,
+    prompt_text,
+)
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
@@ -104,13 +116,20 @@ class Prompt:
     """A row of a run that learns from its own completions.
 
     row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as reward functions get
-    it. columns: all others.
+    it. columns: all others. answer: the right one, where it is in no column of its own.
     """
 
     row_number: int
     ids: list[int]
     content: Any
     columns: Row
+    answer: object = None
+
+    @property
+    def for_rewards(self) -> Row:
+        """The columns, with the answer in one that functions read."""
+        has_one = self.answer is None or any(self.columns.get(name) is not None for name in ANSWERS)
+        return self.columns if has_one else {**self.columns, ANSWERS[0]: self.answer}
 
 
 class DatasetPipeline:
@@ -291,12 +310,12 @@ class DatasetPipeline:
             self.requested.check(list(self._columns), origin)
         renderers: dict[str, Renderer] = {}
 
-        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, Rendered]:
-            name, content = self.requested.prompt(row)
+        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, Rendered, object]:
+            name, content, said = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
                 renderers[name] = Renderer(self.tokenizer, self.template, "assistant", of_format, self.workers)
-            return name, content, renderers[name].prompt(content, worker)
+            return name, content, renderers[name].prompt(content, worker), _right_answer(row, said)
 
         kept, lengths = list[Prompt](), list[int]()
         prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
@@ -304,7 +323,7 @@ class DatasetPipeline:
             if isinstance(prompt, BadRow):
                 report.reject(row_number, str(prompt))
                 continue
-            name, content, rendered = prompt
+            name, content, rendered, right = prompt
             report.dataset_format = report.dataset_format or name
             report.is_chat |= rendered.kind == "chat"
             report.is_filled |= rendered.kind == "template"
@@ -315,7 +334,7 @@ class DatasetPipeline:
             elif lengths[-1] > self.options.longest_row:
                 report.reject(row_number, NO_ROOM)
             else:
-                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row)))
+                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row), right))
         self.prompts += kept
         prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.row_number for prompt in kept]
         return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths
@@ -326,6 +345,19 @@ class DatasetPipeline:
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def _right_answer(row: Row, said: str | None) -> object:
+    """The right answer that is in no column of its own: of verl's rows, or what the assistant says at the end."""
+    for name in ("reward_model", "verification_info"):
+        value = row.get(name)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping) and value.get("ground_truth") is not None:
+            return value["ground_truth"]
+    completion = row.get("completion")
+    last = completion[-1] if isinstance(completion, list) and completion else completion
+    return said or (last.get("content") if isinstance(last, Mapping) else last)
 
 
 def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:

@@ -184,18 +184,20 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 
 def _answers(path: Path) -> list[dict[str, Any]]:
     """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
-    rows, lines = [], []
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+    lines = []
+    damaged = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
+    with contextlib.suppress(*damaged), path.open("rb") as file:
         lines += [file.readline()]
         file.seek(path.stat().st_size // 2)
         lines += [file.readline(), file.readline()][1:]
         file.seek(max(0, path.stat().st_size - _TAIL))
         lines += file.readlines()[-1:]
         rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
-    prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
-    texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
-    samples = zip(rows, prompts, texts, strict=True)
-    return [{"step": row["step"], "prompt": prompt[:_MOST_CHARACTERS], "text": text} for row, prompt, text in samples]
+        prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
+        texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
+        shown = (prompt[:_MOST_CHARACTERS] for prompt in prompts)
+        return [{"step": row["step"], "prompt": p, "text": t} for row, p, t in zip(rows, shown, texts, strict=True)]
+    return []
 
 
 def _number(value: object) -> float:

@@ -43,7 +43,7 @@ from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.training.generation.generate import read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
-from fsdp_qlora.training.rl.rewards import Reward, load_rewards
+from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.environment import describe_environment
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD, RUN
@@ -58,6 +58,7 @@ class Plan:
 
     Attributes:
         questions: the prompts of --sample_prompts.
+        scored_by: on rank 0, the reward functions with hashes of their files.
         generation: how the run's own model answers its prompts.
         chosen: options that auto replaces, and the context_length that the rows decide.
     """
@@ -68,7 +69,8 @@ class Plan:
     warmup_steps: int
     questions: tuple[PromptContent, ...] = ()
     tasks: Tasks | None = None
-    rewards: tuple[Reward, ...] = ()
+    scorer: Scorer | None = None
+    scored_by: list[str] = field(default_factory=list)
     generation: Generation | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,7 +89,9 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     machine.data_size(config.context_size)  # before any long work
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
-    rewards = tuple(load_rewards(config.rewards))
+    seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
+    scorer = Scorer(config.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds)
+    scored_by = scorer.start() if ranks.is_rank_0 else []
     named_questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     questions = tuple(question for _, question in named_questions)
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
@@ -95,6 +99,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     model = plan_model(config, machine, store)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_rows(config, model)
+    if data.prompts:
+        check_answers(scorer.rewards, [row.for_rewards for row in data.prompts.rows])
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
@@ -112,7 +118,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         longest, most_new = int(data.lengths.max()), config.max_completion_length
         generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
     warmup_steps = num_warmup_steps(config, schedule)
-    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, rewards, generation, chosen)
+    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, scorer, scored_by, generation, chosen)
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))

@@ -53,7 +53,6 @@ from fsdp_qlora.training.generation.generate import PromptFormat, SamplingOption
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine
-from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
@@ -247,15 +246,15 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     """The source of a run's rows: its data, or answers to its prompts."""
     if not plan.data.prompts:
         return plan.data.source
+    assert plan.scorer is not None
     prompt_format = PromptFormat(plan.model.tokenizer, plan.data.provenance["prompt"])
     prompt_format.close()
     stops = Stops(plan.model.tokenizer, trainer.model, prompt_format.stop_text)
-    seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
     looks_back = config.num_iterations > 1 or config.rollout_url
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
-        scorer=Scorer(plan.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds),
+        scorer=plan.scorer,
         path=folder / ROLLOUTS_FILE,
         ranks=trainer.ranks,
         control=trainer.control,

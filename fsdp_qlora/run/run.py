@@ -343,6 +343,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
         "versions": versions(),
+        "rewards": plan.scored_by,
         **plan.data.provenance,
     }
 

@@ -1,28 +1,40 @@
 """Prompts of a run that makes its rows: what a row asks, what functions get of it, and which rows are left out."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.data.content import Chat, PreferenceRow, prompt_text, without_answer
 from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.observability.report import _answers
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.training.generation.generate import read_questions
-from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.training.generation.generate import Completion, read_questions
+from fsdp_qlora.training.rl.rewards import Scorer
+from fsdp_qlora.training.rl.source import Rollouts
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from tests.rollouts.test_server import damaged
 from tests.tiny import flags, make_tokenizer, write_rows
 
 pytestmark = pytest.mark.quick
@@ -183,6 +195,25 @@ def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
         read(tmp_path, rows, columns=("prompt=missing",))
 
 
+# Rows whose right answer is in no column of its own -> that answer.
+GOLD: dict[str, tuple[dict[str, Any], str | None]] = {
+    "verl": ({"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "42"}, "data_source": "x"}, "42"),
+    "open-r1": ({"prompt": ASKED, "verification_info": '{"ground_truth": "42"}'}, "42"),
+    "a turn": ({"messages": [*ASKED, {"role": "assistant", "content": "42"}]}, "42"),
+    "a turn of gpt": ({"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "42"}]}, "42"),
+    "a text": ({"prompt": "sort", "completion": "42"}, "42"),
+    "messages": ({"prompt": ASKED, "completion": [{"role": "assistant", "content": "42"}]}, "42"),
+    "a column": ({"messages": [*ASKED, {"role": "assistant", "content": "no"}], "solution": "42"}, None),
+    "an open chat": ({"messages": ASKED, "reward_model": "{broken", "ground_truth": "42"}, None),
+}
+
+
+def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> None:
+    prompts = prompts_of(read(tmp_path, [row for row, _ in GOLD.values()]))
+    assert [prompt.for_rewards.get("answer") for prompt in prompts] == [right for _, right in GOLD.values()]
+    assert not any("answer" in prompt.columns for prompt in prompts)  # by which runs are recognized
+
+
 def test_the_table_has_prompts_and_their_lengths_with_completions(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
     for row, prompt in enumerate(prompts_of(data)):
@@ -252,3 +283,84 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
     said = capsys.readouterr().out
     assert "Generation: 2 answers to each of 8 prompts for a step, of 8 on a rank 8 at a" in said  # 16 would need 16
     assert "fits: " in said and "2 x 8 rows per step" in said
+
+
+# --- the rows of steps, made of answers ---
+
+
+class Parrot:
+    """An engine that says the same number of tokens as there are in the prompt."""
+
+    def complete(self, prompts: list[list[int]], generation: int, version: int) -> list[Completion]:
+        return [Completion([5 + version] * len(ids), True) for ids in prompts]
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> Iterator[Callable[..., Iterator[StepRows]]]:
+    """The rows of a run's steps, two of which learn from the same answers; they are in tmp_path / "rollouts.jsonl"."""
+    data = read(tmp_path, [{"prompt": f"sort {'a' * number}"} for number in range(8)])
+    usual = {"objective": "grpo", "rewards": ("length:1",), "num_generations": 2, "num_iterations": 2}
+    config = TrainConfig(**usual, context_length=64, gradient_accumulation_steps=4, max_steps=4)
+    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def steps(word: str = "length:1", **since: Any) -> Iterator[StepRows]:
+        scorer = Scorer([word], zero_on_error=False, seconds=60)
+        place, spell = tmp_path / "rollouts.jsonl", str
+        made = Rollouts(data, Parrot(), scorer, place, ranks, Control(), spell, None, "group")  # type: ignore[arg-type]
+        return made.steps(make_schedule(config, data, 1), **since)
+
+    yield steps
+    dist.destroy_process_group()
+
+
+def edited(path: Path, line: int, **changes: Any) -> None:
+    lines = path.read_text().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | changes)
+    path.write_text("\n".join(lines) + "\n")
+
+
+CHANGES = {"advantage": 77.0}, {"token_ids": "x"}, {"rewards": 3}, {"step": 1}, {"prompt": 7}
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_checkpoint_recognizes_the_answers_that_it_needs(
+    changes: dict[str, Any], rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
+) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    first, second, third = itertools.islice(rollouts(), 3)
+    since = {"first": 3, "position": third.position}
+    assert first.position == second.position != third.position
+    edited(path, 1, **changes)  # of the first two steps
+    fourth = next(rollouts(**since))
+    assert fourth.position == third.position and fourth.table.digest == third.table.digest
+    edited(path, 5, **changes)
+    before = path.read_bytes()
+    with pytest.raises(TrainingError, match=r"lacks answers that step 4 learns from, or has others .* Restore it"):
+        next(rollouts(**since))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.slow)], ids=["20", "80"])
+def test_damaged_rollouts_are_refused_or_give_the_same_rows(
+    seeds: range, rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
+) -> None:
+    path, ends = tmp_path / "rollouts.jsonl", Counter[bool]()
+    [*_, third] = itertools.islice(rollouts(), 3)
+    whole, memory = path.read_bytes(), psutil.Process().memory_info().rss
+    for seed in seeds:
+        path.write_bytes(damaged(whole, seed))
+        with contextlib.suppress(TrainingError):
+            assert next(rollouts(first=3, position=third.position)).table.digest == third.table.digest
+            ends[True] += 1
+        _answers(path)  # of the report
+    assert 0 < ends[True] < len(seeds) and psutil.Process().memory_info().rss - memory < 2**30
+
+
+def test_generations_without_any_reward_are_told_and_end_the_run(
+    rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path, lines: list[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def f(completions, **_): return [None] * len(completions)")
+    steps = rollouts(f"{tmp_path / 'own.py'}:f")
+    next(steps)
+    assert "no reward function gives a value" in lines[-1]

@@ -1,9 +1,15 @@
 """Reward functions: the ready ones, the user's own, their failures, and the advantages that follow from them."""
 
+import contextlib
+import datetime
+import errno
+import hashlib
 import json
 import math
+import os
+import re
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +17,9 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.training.generation.generate import Completion
-from fsdp_qlora.training.rl.rewards import Reward, Scorer, load_rewards
+from fsdp_qlora.training.rl.rewards import Scorer, check_answers, parse_rewards
 from fsdp_qlora.training.rl.source import Rollout, advantages, append_rollouts, metrics_of, truncate_rollouts
-from fsdp_qlora.utils.errors import RolloutError, UserError
+from fsdp_qlora.utils.errors import RolloutError, TrainingError, UserError
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +30,8 @@ def values_of(word: str, completions: list[Any] = SAID, **columns: Any) -> list[
     """What the ready function says of the answers, as a run calls it."""
     ids = [list(range(len(said))) for said in completions]
     batch = {"prompts": ["?"] * len(ids), "completions": completions, "completion_ids": ids, **columns}
-    [values] = Scorer(load_rewards([word]), zero_on_error=False, seconds=60).score(batch, range(len(ids))).values()
+    with contextlib.closing(Scorer([word], zero_on_error=False, seconds=60)) as scorer:
+        [values] = scorer.score(batch, range(len(ids))).values()
     return values
 
 
@@ -45,13 +52,20 @@ def test_builtin_rewards_score_text_and_messages() -> None:
         (None, "{path}:f", "cannot be read: No such file"),
         ("def f(:\n", "{path}:f", "own.py:1 cannot be run: SyntaxError"),
         ("import os\n\nx = os.nosuch\n", "{path}:f", "own.py:3 cannot be run: AttributeError"),
+        ("import sys\nsys.exit(0)\n", "{path}:f", "own.py:2 cannot be run: SystemExit: 0"),
+        ("import os\nos._exit(0)\n", "{path}:f", "own.py:f: its process has ended (status 0)"),
+        ("while True: pass\n", "{path}:f", "own.py:f: it did not return within 2 s"),
+        ("x = [0] * 10**10\n", "{path}:f", "MemoryError: it takes more than 4 GiB"),
+        ("raise ValueError('\\ud800')\n", "{path}:f", r"ValueError: \ud800"),
         ("def g(): pass\n", "{path}:f", "has no function 'f'. It has: g."),
         ("f = 3\n", "{path}:f", "has no function 'f'"),
+        ("", "/dev/zero/../zero.py:f", "cannot be read"),
         ("", "nosuch", "of exact_match, number, regex:..., length:..."),
         ("", "regex:(", "cannot be used"),
         ("", "length:0", "cannot be used"),
         ("", "regex", "there is no such function"),
         ("", "number:3", "there is no such function"),
+        ("", "number=1e400", "a finite number"),
         ("def number(): pass\n", "number,{path}:number", "two functions are called number"),
     ],
 )
@@ -59,69 +73,103 @@ def test_invalid_reward_functions_are_named_before_training(tmp_path: Path, text
     path = tmp_path / "own.py"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UserError, match=said.replace("(", r"\(").replace("[", r"\[")):
-        load_rewards(word.format(path=path).split(","))
+    with pytest.raises(UserError, match=re.escape(said)):
+        Scorer(word.format(path=path).split(","), zero_on_error=False, seconds=2 if "2 s" in said else 60).start()
 
 
-def test_a_reward_file_is_imported_once_and_weights_match(tmp_path: Path) -> None:
+IMPORTS = """
+from __future__ import annotations
+import multiprocessing, pathlib
+from dataclasses import dataclass
+from beside import ONE
+pathlib.Path(__file__).with_name("log").open("a").write("x")
+@dataclass
+class Weight:
+    value: float = ONE
+def scored(said): return len(said) * Weight().value
+def a(completions, **_):
+    with multiprocessing.Pool(2) as pool: return pool.map(scored, completions)
+def b(completions, **_): return [None] * len(completions)
+"""
+
+
+def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path: Path) -> None:
     path, log = tmp_path / "own.py", tmp_path / "log"
-    path.write_text(f"open({str(log)!r}, 'a').write('x')\ndef a(**k): ...\ndef b(**k): ...\n")
-    found = load_rewards([f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"])
-    assert [(reward.name, reward.weight) for reward in found] == [("a", 1), ("b", -0.5), ("length", 0.01)]
-    assert log.read_text() == "x"
+    path.write_text(IMPORTS)
+    (tmp_path / "beside.py").write_text("ONE = 1.0")
+    words = [f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"]
+    with contextlib.closing(Scorer(words, zero_on_error=False, seconds=60)) as s:
+        assert [(reward.name, reward.weight) for reward in s.rewards] == [("a", 1), ("b", -0.5), ("length", 0.01)]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        assert s.start()[1:] == [f"own.py:b=-0.5 (sha256 {digest})", "length:20=0.01"]
+        for _ in range(2):
+            assert s.score(BATCH, [7, 7, 9])["a"] == [1, 2, 3]
+        assert log.read_text() == "x"
 
 
-def scored(function: Any, *, zero: bool = False, seconds: float = 60) -> list[float | None]:
-    batch = {"prompts": ["?"] * 3, "completions": list("abc"), "completion_ids": [[1]] * 3, "answer": [1, 0, 2]}
-    scorer = Scorer([Reward("mine", 1.0, function)], zero_on_error=zero, seconds=seconds)
-    return scorer.score(batch, [7, 7, 9])["mine"]
+BATCH = {"prompts": ["?"] * 3, "completions": ["a", "bb", "ccc"], "completion_ids": [[1]] * 3, "answer": [1, 0, 2]}
+CALLS = "import math, os, pathlib, re, time\ncalls = []\ndef f(completions, answer, **_):\n    calls.append(0)\n    "
+# What a function does -> what is said, and the values where errors count as zero.
+FAILING: dict[str, tuple[str, str, list[float]]] = {
+    "an error": ("return [1 / each for each in answer]", "row 7 of the dataset: ZeroDivisionError", [1, 0, 0.5]),
+    "once": (
+        "if len(calls) == 1: raise ConnectionError('busy')\n    return [sorted(answer).index(a) for a in answer]",
+        "row 7, 9 of the dataset: ConnectionError: busy",
+        [0, 0, 0],
+    ),
+    "its own timeout": ("raise TimeoutError('no judge')", "row 7 of the dataset: TimeoutError: no judge", [0, 0, 0]),
+    "too few": ("return [1.0]", "row 7, 9 of the dataset: it returned 1 values for 3 answers", [0, 0, 0]),
+    "too many": ("return [1.0] * 9", "it returned 9 values for 3 answers", [0, 0, 0]),
+    "without an end": ("import itertools; return itertools.repeat(1.0)", "it returned 4 values for 3", [0, 0, 0]),
+    "nan": ("return [1, math.nan, 3]", "row 7 of the dataset: it returned nan", [1, 0, 3]),
+    "a text": ("return '1' * len(completions)", "row 7 of the dataset: TypeError: it returned a str", [0, 0, 0]),
+    "texts": ("return [1, 2, '3']", "row 9 of the dataset: it returned '3'", [1, 2, 0]),
+    "a number": ("return 3", "TypeError", [0, 0, 0]),
+    "an exit": ("raise SystemExit(0)", "SystemExit: 0", [0, 0, 0]),
+    "a hard exit": ("os._exit(0)", r"row 7, 9 .* its process has ended \(status 0\)", [0, 0, 0]),
+    "memory": ("x = [bytes(2**26) for _ in range(999)]", "MemoryError: it takes more than 4 GiB", [0, 0, 0]),
+    "sleep": ("time.sleep(60)", r"row 7, 9 .* did not return within 1 s \(--hang_minutes\)", [0, 0, 0]),
+    "backtracking": ("re.fullmatch('(?:.|.|.)*#', 'a' * 99)", "did not return within 1 s", [0, 0, 0]),
+    "words of its own": ("raise ValueError('\\ud800')", r"ValueError: \\ud800", [0, 0, 0]),
+}
 
 
-def divide(completions: list[str], answer: list[int], **_: Any) -> list[float]:
-    return [1 / each for each in answer]
+@pytest.mark.parametrize("kind", FAILING)
+def test_failing_reward_functions_are_named_with_their_row(kind: str, tmp_path: Path, lines: list[str]) -> None:
+    does, said, values = FAILING[kind]
+    path = tmp_path / "own.py"
+    path.write_text(CALLS + does)
+    for zero in (False, True):
+        seconds = 1 if "return within" in said else 60
+        with contextlib.closing(Scorer([f"{path}:f"], zero_on_error=zero, seconds=seconds)) as scorer:
+            if zero:
+                assert scorer.score(BATCH, [7, 7, 9]) == {"f": values}
+                assert f"{sum(not value for value in values)} answers count as 0" in lines[-1]
+                continue
+            with pytest.raises(RolloutError, match=f"The reward function f failed at .*{said}"):
+                scorer.score(BATCH, [7, 7, 9])
 
 
-def test_failing_reward_functions_are_named_with_their_row(lines: list[str]) -> None:
-    with pytest.raises(RolloutError, match="mine failed at row 7 of the dataset: ZeroDivisionError"):
-        scored(divide)
-    assert scored(divide, zero=True) == [1, 0, 0.5] and "1 answers count as 0" in lines[-1]
-    with pytest.raises(RolloutError, match="row 7, 9 of the dataset: ValueError: it returned 2 values for 1 answers"):
-        scored(lambda **_: [1, 2])
-    with pytest.raises(RolloutError, match="it returned nan"):
-        scored(lambda completions, **_: [math.nan] * len(completions))
-    with pytest.raises(RolloutError, match="TypeError"):
-        scored(lambda **_: 3)
-    with pytest.raises(RolloutError, match=r"row 7, 9 .* did not return within 0.5 s \(--hang_minutes\)"):
-        scored(lambda **_: time.sleep(30), seconds=0.5)
-    assert scored(lambda **_: time.sleep(30), zero=True, seconds=0.5) == [0, 0, 0]
-    assert scored(lambda completions, **_: [None] * len(completions)) == [None] * 3
+def test_reward_functions_get_a_copy_and_their_prints_are_no_answers(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import sys\ndef f(completions, completion_ids, day, **_):\n    print('{}'); completions.reverse()\n"
+        "    assert not sys.stdin.read() and day == ['2024-05-06', None]\n"
+        "    return [float(ids.pop()) for ids in completion_ids]\n"
+    )
+    day = [datetime.date(2024, 5, 6), None]  # JSON has no dates
+    batch = {"prompts": ["?"] * 2, "completions": ["a", "b"], "completion_ids": [[1, 2], [3]], "day": day}
+    with contextlib.closing(Scorer([f"{path}:f"], zero_on_error=False, seconds=60)) as scorer:
+        assert [scorer.score(batch, [1, 1]) for _ in range(2)] == [{"f": [2, 3]}] * 2
+    assert batch["completions"] == ["a", "b"] and batch["completion_ids"] == [[1, 2], [3]]
 
 
-def test_timeout_raised_by_a_reward_function_is_its_own_error() -> None:
-    def ask(**_: Any) -> list[float]:
-        raise TimeoutError("the judge does not answer")
-
-    with pytest.raises(RolloutError, match="TimeoutError: the judge does not answer"):
-        scored(ask)
-
-
-def test_reward_functions_get_their_own_copy() -> None:
-    def spoil(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        completions.reverse()
-        return [float(ids.pop()) for ids in completion_ids]
-
-    batch = {"prompts": ["?"], "completions": ["a", "b"], "completion_ids": [[1, 2], [3]]}
-    found = Scorer([Reward("mine", 1.0, spoil)], zero_on_error=False, seconds=60).score(batch, [1, 1])
-    assert found["mine"] == [2, 3]
-    assert batch == {"prompts": ["?"], "completions": ["a", "b"], "completion_ids": [[1, 2], [3]]}
-
-
-def test_rewards_that_only_work_one_by_one_are_logged(lines: list[str]) -> None:
-    def one_by_one(completions: list[str], **_: Any) -> list[float]:
-        [said] = completions
-        return [float(said == "b")]
-
-    assert scored(one_by_one) == [0, 1, 0] and "for all answers together, and for none alone" in lines[-1]
+def test_rewards_without_a_right_answer_are_refused_with_the_columns() -> None:
+    rows = [{"prompt": "sort", "ground_truth": "blue"}, {"prompt": "list", "other": 1, "answer": None}]
+    with pytest.raises(UserError, match=r"have: prompt, ground_truth, other, answer\..* --columns answer=ground_truth"):
+        check_answers(parse_rewards(["length:3", "exact_match"]), rows)
+    check_answers(parse_rewards(["length:3"]), rows)
+    check_answers(parse_rewards(["number"]), [*rows, {"solution": "3"}])
 
 
 def test_advantages_are_by_group_batch_or_difference() -> None:
@@ -176,6 +224,59 @@ def test_truncating_rollouts_keeps_whole_lines_up_to_a_step(tmp_path: Path) -> N
     assert [record["step"] for record in truncate_rollouts(path, 4)] == [3, 3]
     assert path.read_bytes() == b"".join(whole[:4])
     assert truncate_rollouts(path, 0) == [] and not path.read_bytes()
+
+
+# What becomes of a file's lines of steps 1, 3 and 5 -> the lines that are left at step 3.
+DAMAGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], int]] = {
+    "a letter": (lambda lines: [lines[0], b"x" + lines[1][1:], *lines[2:]], 4),
+    "a blank line": (lambda lines: [lines[0], b"\n", *lines[2:]], 4),
+    "a later step": (lambda lines: [lines[0], lines[5], *lines[2:]], 4),
+    "nothing but zeros": (lambda lines: [*lines[:4], b"\0" * 99], 4),
+    "the last line": (lambda lines: [*lines[:3], b"x\n", *lines[4:]], 4),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_line_removes_no_line_behind_it(kind: str, tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    for step in (1, 3, 5):
+        append_rollouts(path, [rollout(step=step), rollout(step=step)])
+    damage, left = DAMAGED[kind]
+    damaged = damage(path.read_bytes().splitlines(keepends=True))
+    path.write_bytes(b"".join(damaged))
+    last = truncate_rollouts(path, 3)
+    assert [record["step"] for record in last] == [3] * (1 if kind == "the last line" else 2)
+    assert path.read_bytes() == b"".join(damaged[:left])
+    assert any("damaged lines" in line for line in lines) == (kind not in ("a later step", "nothing but zeros"))
+
+
+def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
+    folder, pipe, link = (tmp_path / name for name in ("folder", "pipe", "link"))
+    folder.mkdir()
+    os.mkfifo(pipe)
+    link.symlink_to(tmp_path / "other")
+    for path in (folder, pipe, link):
+        with pytest.raises(TrainingError, match="cannot be continued: it is a link, a folder or a device"):
+            truncate_rollouts(path, 3)
+
+
+def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, full = tmp_path / "rollouts.jsonl", iter([True, True, False])
+    append_rollouts(path, [rollout()])
+
+    def flush(_: int) -> None:
+        if next(full, True):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fsdp_qlora.training.rl.source.os.fsync", flush)
+    for step in (1, 2, 3):
+        (tmp_path / "checkpoints" / f"step_{step:06}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step:06}" / "manifest.json").write_text("{}")
+    append_rollouts(path, [rollout(step=2)])
+    assert [record["step"] for record in map(json.loads, path.read_text().splitlines())] == [1, 2]
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+    with pytest.raises(RolloutError, match="cannot be written: No space left on device"):
+        append_rollouts(path, [rollout(step=3)])
 
 
 def test_non_finite_rewards_are_recorded_and_then_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from fsdp_qlora.utils.errors import UserError
 Round = list[np.ndarray]
 """The rows of the micro-batches that all ranks compute at the same time, one for each rank."""
 
-BEGINNING: Mapping[str, int] = {}
+BEGINNING: Mapping[str, Any] = {}
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
 _STEPS_LOOKED_AT = 100
@@ -174,7 +174,7 @@ class StepRows:
     table: TokenizedRows
     rows: np.ndarray
     """Indices of rows of `table`, int64."""
-    position: Mapping[str, int] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -182,7 +182,7 @@ class RowSource(Protocol):
     """Gives the same rows on every rank, and in every run with the same options."""
 
     def steps(
-        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
         """Give the rows of every step from `first` on; `position` is that of the step before."""
 
@@ -194,7 +194,7 @@ class RowsInMemory(NamedTuple):
     rows: np.ndarray
 
     def steps(
-        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
         for step, rows in schedule.rows_of_steps(self.rows, first=first):
             yield StepRows(step, self.table, rows)

@@ -63,7 +63,7 @@ class RowStream:
     _rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
     def steps(
-        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
         """Give every step from `first` on, read ahead in a thread; each has a table of its own.
 

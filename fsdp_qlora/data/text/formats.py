@@ -20,6 +20,7 @@ from fsdp_qlora.data.content import (
     Segment,
     refuse_media,
     text_of,
+    texts_of,
     without_answer,
 )
 from fsdp_qlora.data.text import chats, preferences
@@ -52,10 +53,12 @@ class Format:
     row_kind: RowKind = TEXTS
     """The kind of rows for objectives."""
 
-    def prompt(self, row: Row) -> PromptContent:
-        """Read the prompt of a row, which may lack the answer. Raises BadRow."""
+    def prompt(self, row: Row) -> tuple[PromptContent, str | None]:
+        """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it. Raises BadRow."""
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")
-        return without_answer(self.read({**row, **answer}))
+        content = self.read({**row, **answer})
+        last = content.messages[-1] if isinstance(content, Chat) and not answer else {}
+        return without_answer(content), "".join(texts_of(last)) if last.get("role") == "assistant" else None
 
     def renames(self, columns: Collection[str], *, is_answered: bool = True) -> dict[str, str]:
         """The columns that are used: their name -> the format's, in any case; none if one that it needs is missing.

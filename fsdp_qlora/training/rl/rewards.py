@@ -1,32 +1,45 @@
-"""Reward functions: built-in ones and the user's own, loaded before anything else, called for each generation.
+"""Reward functions: built-in ones and the user's own, called for each generation in a process of their own.
 
 Each is called as TRL calls it: with the prompts, completions, completion_ids and columns of all answers. Built-in ones
-read the right answer from the first column of ANSWERS that a row has.
+read the right answer from the first column of ANSWERS that a row has. A process can be ended whatever a function does:
+a pattern that backtracks holds the interpreter's lock, so no thread could end it.
 """
 
-import copy
+import contextlib
+import ctypes
+import errno
+import hashlib
+import json
 import logging
 import math
+import os
 import re
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fsdp_qlora.distributed.supervision.clock import begun, within
-from fsdp_qlora.utils.errors import RolloutError, UserError
+from fsdp_qlora.data.content import ANSWERS
+from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
+from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
+from fsdp_qlora.utils.redact import guard_output
+from fsdp_qlora.utils.text import printable
 
 log = logging.getLogger("fsdp_qlora")
 
 Batch = Mapping[str, Sequence[Any]]
 """The arguments of a reward function, a value for each answer: prompts, completions, completion_ids, and columns."""
-ANSWERS = ("answer", "solution", "target", "label", "output", "response")
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _WORD = re.compile(r"(?P<function>.+?)(=(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?", re.IGNORECASE)
 _MARK = "####"  # in front of the result in GSM8K's answers
+_CALLED = re.compile("answer|truth|gold|solution|label|target|expected|response|output|result", re.IGNORECASE)
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl.h
+_MEMORY_BYTES = 4 * 2**30  # besides what the process has when it is ready
 
 
 def text_of(completion: Any) -> str:
@@ -79,79 +92,97 @@ REWARD_FACTORIES: dict[str, Callable[[str], Callable[..., Any]]] = {"regex": reg
 
 
 class Reward(NamedTuple):
-    """A function that scores answers. name: in metrics. weight: of its values in the sum."""
+    """A function that scores answers. name: in metrics. weight: of its values in the sum. word: FILE.py:NAME, or the
+    name of a built-in one."""
 
     name: str
     weight: float
-    function: Callable[..., Any]
+    word: str
+
+    @property
+    def path(self) -> Path | None:
+        """The file of the user's own function."""
+        file = self.word.rpartition(":")[0]
+        return Path(file).expanduser() if file.endswith(".py") else None
 
 
-def load_rewards(words: Sequence[str]) -> list[Reward]:
-    """Load the functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT.
+def parse_rewards(words: Sequence[str]) -> list[Reward]:
+    """The functions of --rewards: FILE.py:function, or a built-in one, each perhaps with =WEIGHT. No file is read.
 
     Raises:
-        UserError: a file cannot be run, or has no such function; or two functions have one name.
+        UserError: there is no such function, two have one name, or a weight is infinite.
     """
-    modules, rewards = dict[Path, ModuleType](), list[Reward]()
+    rewards = list[Reward]()
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
-        place, _, last = match["function"].rpartition(":")
-        if place.endswith(".py"):
-            path = Path(place).expanduser()
-            if path not in modules:
-                modules[path] = _run_file(path)
-            name, function = last, getattr(modules[path], last, None)
-            if not callable(function):
-                names = [key for key, value in vars(modules[path]).items() if callable(value) and key[0] != "_"]
-                raise UserError(f"--rewards {word}: {path} has no function {last!r}. It has: {', '.join(names)}.")
-        else:
-            name, function = _builtin(match["function"])
-        rewards.append(Reward(name, float(match["weight"] or 1), function))
+        reward = Reward(match["function"].rpartition(":")[2], float(match["weight"] or 1), match["function"])
+        if not reward.path:
+            reward = reward._replace(name=reward.word.partition(":")[0])
+            builtin(reward.word)
+        if not math.isfinite(reward.weight):
+            raise UserError(f"--rewards {word}: the weight must be a finite number.")
+        rewards.append(reward)
     names = [reward.name for reward in rewards]
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"--rewards: two functions are called {min(twice)}, and so would be their metrics. Rename one.")
     return rewards
 
 
-def _builtin(text: str) -> tuple[str, Callable[..., Any]]:
-    name, colon, argument = text.partition(":")
+def builtin(word: str) -> Callable[..., Any]:
+    """A function of REWARDS, or made by one of REWARD_FACTORIES. Raises UserError if there is none."""
+    name, colon, argument = word.partition(":")
     if colon and name in REWARD_FACTORIES:
         try:
-            return name, REWARD_FACTORIES[name](argument)
+            return REWARD_FACTORIES[name](argument)
         except (ValueError, re.error) as error:
-            raise UserError(f"--rewards {text}: {argument} cannot be used: {error}.") from error
+            raise UserError(f"--rewards {word}: {argument} cannot be used: {error}.") from error
     if colon or name not in REWARDS:
         names = ", ".join([*REWARDS, *(f"{made}:..." for made in REWARD_FACTORIES)])
-        raise UserError(f"--rewards {text}: there is no such function. Give FILE.py:function, or of {names}.")
-    return name, REWARDS[name]
+        raise UserError(f"--rewards {word}: there is no such function. Give FILE.py:function, or of {names}.")
+    return REWARDS[name]
 
 
-def _run_file(path: Path) -> ModuleType:
-    """Import the user's file. Raises UserError if it is missing, or raises something itself."""
-    module = ModuleType(path.stem)
-    module.__file__ = str(path)
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
-    except OSError as error:
-        raise UserError(f"--rewards: {error.filename} cannot be read: {error.strerror}.") from error
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = getattr(error, "lineno", None) or [0, *lines][-1]
-        raise UserError(f"--rewards: {path}:{line} cannot be run: {type(error).__name__}: {error}") from error
-    return module
+def check_answers(rewards: Sequence[Reward], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError if a function reads the right answer, and no row has one. rows: columns of the prompts."""
+    reading = [reward.name for reward in rewards if reward.word in REWARDS]
+    if not reading or any(row.get(name) is not None for row in rows for name in ANSWERS):
+        return
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    chosen = next(filter(_CALLED.search, columns), "COLUMN")
+    raise UserError(
+        f"--rewards {reading[0]}: no row has the right answer in a column {', '.join(ANSWERS)}. They have: "
+        f"{', '.join(columns)}. Say which it is, such as --columns answer={chosen}."
+    )
 
 
-class Scorer:
-    """Calls the reward functions on all answers of a generation.
+class Scorer(Worker):
+    """Calls the reward functions on all answers of a generation, in a process that is kept.
 
     Args:
-        zero_on_error: count a failing function's values as 0, with a warning, instead of ending the run. seconds: for
-            each function and generation.
+        words: of --rewards. zero_on_error: count a failing function's values as 0, with a warning, instead of ending
+            the run. seconds: for each function and generation, and for each file.
     """
 
-    def __init__(self, rewards: Sequence[Reward], *, zero_on_error: bool, seconds: float) -> None:
-        self.rewards, self._zero_on_error, self._seconds = rewards, zero_on_error, seconds
+    def __init__(self, words: Sequence[str], *, zero_on_error: bool, seconds: float) -> None:
+        super().__init__(__name__, seconds)
+        self.rewards, self._zero_on_error = parse_rewards(words), zero_on_error
+
+    def start(self) -> list[str]:
+        """Run the functions' files in the process, unless it has. In a thread that stays: the process ends with it.
+
+        Returns:
+            The functions as records name them, with the files' hashes.
+
+        Raises:
+            RankError: a file cannot be run in time, or has no such function.
+        """
+        replies = [(reward, self._ask(reward, {}, (), self._seconds)) for reward in self.rewards]
+        for reward, reply in replies:
+            if "error" in reply:
+                raise RankError(f"--rewards {reward.word}: {printable(reply['error'])}")
+        named = ((Path(each.word).name if each.path else each.word, each, reply) for each, reply in replies)
+        return [f"{name}={reward.weight:g} {reply['hash']}".strip() for name, reward, reply in named]
 
     def score(self, batch: Batch, rows: Sequence[int]) -> dict[str, list[float | None]]:
         """The values of each function, None where it does not apply. rows: numbers of the prompts' rows, for messages.
@@ -159,52 +190,133 @@ class Scorer:
         Raises:
             RolloutError: a function fails, takes too long, or gives something else than a number for each answer.
         """
-        return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
+        process = self._process
+        try:
+            return {reward.name: self._values(reward, batch, rows) for reward in self.rewards}
+        finally:
+            if self._process is not process:  # another one ends with this thread
+                self.close()
 
     def _values(self, reward: Reward, batch: Batch, rows: Sequence[int]) -> list[float | None]:
-        ends, scores = time.monotonic() + self._seconds, list[float | None]()
+        everywhere, ends = range(len(rows)), time.monotonic() + self._seconds
+        reply = self._ask(reward, batch, everywhere, self._seconds)
+        if "error" not in reply:
+            return list(reply["values"])
+        places: Sequence[int] = reply.get("places", ())
+        if reply.get("raised"):  # at which row? What these calls return counts for nothing: functions compare answers
+            each = ((place, ends - time.monotonic()) for place in everywhere)
+            failing = (at for at, left in each if left > 0 and "error" in self._ask(reward, batch, [at], left))
+            places = list(islice(failing, None if self._zero_on_error else 1))
+        places = places or everywhere
+        named = ", ".join(map(str, dict.fromkeys([rows[place] for place in places][:32])))
+        message = f"The reward function {reward.name} failed at row {named} of the dataset: {printable(reply['error'])}"
+        if not self._zero_on_error:
+            raise RolloutError(f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0.")
+        others = [place for place in everywhere if place not in {*places}]
+        again = reply if "others" in reply or not others else self._ask(reward, batch, others, self._seconds)
+        scored = dict(zip(others, again.get("others") or again.get("values", ()), strict=False))
+        log.warning("%s. %d answers count as 0.", message, len(rows) - len(scored))
+        return [scored.get(place, 0.0) for place in everywhere]
+
+    def _ask(self, reward: Reward, batch: Batch, places: Sequence[int], seconds: float) -> dict[str, Any]:
+        """The reply about some of the answers; "error" says why there is none."""
+        some = {column: [values[place] for place in places] for column, values in batch.items()}
+        began = time.monotonic()
+        reply, status = self._exchange(json.dumps({"reward": reward, "batch": some}, default=str), seconds)
+        if not reply and time.monotonic() - began >= seconds:
+            return {"error": f"it did not return within {seconds:g} s (--hang_minutes)"}
+        return dict(json.loads(reply)) if reply else {"error": f"its process has ended (status {status})"}
+
+
+# --- in the process ---
+
+
+def work() -> None:
+    """Answer requests: each line of stdin is one, each line of what was stdout its answer, both JSON."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what functions print
+    guard_output()
+    files = dict[Path, tuple[ModuleType, str]]()
+    for line in requests:
+        limit_memory(_MEMORY_BYTES)  # besides what the functions hold
+        request = json.loads(line)
+        reward, batch = Reward(*request["reward"]), request["batch"]
         try:
-            return _call(reward.function, batch, self._seconds)
-        except _TooLong:
-            failures = {f"it did not return within {self._seconds:g} s (--hang_minutes)": list(rows)}
-            scores = [0.0] * len(rows)
-        except Exception:  # which row is it?
-            failures = {}
-            for place, row in enumerate(rows):
-                one = {name: values[place : place + 1] for name, values in batch.items()}
-                try:
-                    scores += _call(reward.function, one, max(0.5, ends - time.monotonic()))
-                except Exception as error:
-                    failures.setdefault(f"{type(error).__name__}: {error}", []).append(row)
-                    scores.append(0.0)
-        for reason, numbers in failures.items():
-            named = ", ".join(map(str, dict.fromkeys(numbers[:32])))
-            message = f"The reward function {reward.name} failed at row {named} of the dataset: {reason}"
-            if not self._zero_on_error:
-                raise RolloutError(
-                    f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0."
-                )
-            log.warning("%s. %d answers count as 0.", message, len(numbers))
-        if not failures:
-            log.warning("The reward function %s failed for all answers together, and for none alone.", reward.name)
-        return scores
+            function = _loaded(reward, files)
+            reply = _score(function, batch) if batch else {"hash": files[reward.path][1] if reward.path else ""}
+        except UserError as error:
+            reply = {"error": str(error)}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
-class _TooLong(Exception):
-    """A call takes too long; a TimeoutError may be the function's own."""
-
-
-def _call(function: Callable[..., Any], batch: Batch, seconds: float) -> list[float | None]:
-    """The values of a function for a copy of the batch. Raises ValueError if one is not a finite number or None."""
-    task = begun(lambda: [*function(**copy.deepcopy(batch))])
+def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callable[..., Any]:
+    """A function. files: those that have been run, with their hashes. Raises UserError if it cannot be used."""
+    if (path := reward.path) is None:
+        return builtin(reward.word)
     try:
-        within(seconds, lambda: wait([task]))
-    except TimeoutError as error:
-        raise _TooLong(str(error)) from error
-    values = task.result()
-    if len(values) != (num_answers := len(batch["completions"])):
-        raise ValueError(f"it returned {len(values)} values for {num_answers} answers")
-    scores = [None if value is None else float(value) for value in values]
-    if bad := [score for score in scores if score is not None and not math.isfinite(score)]:
-        raise ValueError(f"it returned {bad[0]}")
-    return scores
+        if path not in files:
+            files[path] = _run_file(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}.") from error
+    except BaseException as error:  # sys.exit(), too
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or [0, *lines][-1]
+        raise UserError(f"{path}:{line} cannot be run: {_reason(error)}") from error
+    function = getattr(files[path][0], reward.name, None)
+    if not callable(function):
+        names = [key for key, value in vars(files[path][0]).items() if callable(value) and key[0] != "_"]
+        raise UserError(f"{path} has no function {reward.name!r}. It has: {', '.join(names)}.")
+    return function
+
+
+def _run_file(path: Path) -> tuple[ModuleType, str]:
+    """Import a file as a module that imports those beside it, and that dataclasses and other processes find. Returns
+    the hash of the file, too."""
+    name = path.stem
+    while name in sys.modules or name in sys.stdlib_module_names:
+        name += "_"
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    source = path.read_bytes()
+    sys.path.insert(0, str(path.absolute().parent))
+    sys.modules[name] = module = ModuleType(name)
+    module.__file__ = str(path)
+    exec(compile(source, str(path), "exec"), vars(module))
+    return module, f"(sha256 {hashlib.sha256(source).hexdigest()[:12]})"
+
+
+def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
+    """The values of a function; or the error, with the places without one and the `others`' values, or that the
+    function has raised it."""
+    count, scores, bad = len(batch["completions"]), list[float | None](), dict[int, str]()
+    try:
+        made = function(**batch)
+        if isinstance(made, str | bytes | Mapping):
+            raise TypeError(f"it returned a {type(made).__name__}, not a list of numbers")
+        values = list(islice(made, count + 1))
+        number = len(made) if hasattr(made, "__len__") else len(values)
+        for place, value in enumerate(values):
+            scores.append(None if value is None else float(value))
+            if isinstance(value, str) or not math.isfinite(scores[-1] or 0.0):
+                bad[place] = f"it returned {value!r:.100}"
+    except BaseException as error:
+        return {"error": _reason(error), "raised": True}
+    if number != count:
+        return {"error": f"it returned {number} values for {count} answers"}
+    if not bad:
+        return {"values": scores}
+    others = [score for place, score in enumerate(scores) if place not in bad]
+    return {"error": next(iter(bad.values())), "places": [*bad], "others": others}
+
+
+def _reason(error: BaseException) -> str:
+    """An error in words, whatever its own method does."""
+    if isinstance(error, MemoryError):
+        return f"MemoryError: it takes more than {_MEMORY_BYTES >> 30} GiB of memory"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

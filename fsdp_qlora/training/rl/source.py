@@ -5,18 +5,23 @@ They are in rollouts.jsonl, a line for each answer, from which a step's rows are
 
 import contextlib
 import dataclasses
+import errno
+import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fsdp_qlora.checkpoint.result import write_with_room
 from fsdp_qlora.data.batches.rows import TokenizedRows, join_completions
 from fsdp_qlora.data.batches.schedule import BEGINNING, Schedule, StepRows
 from fsdp_qlora.data.pipeline import Prompt
@@ -32,8 +37,12 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.training.rl.engine import Engine, run_on_rank_0
 from fsdp_qlora.training.rl.rewards import Scorer
-from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.records import parse_record
+
+log = logging.getLogger("fsdp_qlora")
+
+_MOST_WITHOUT = 3  # generations in a row without any reward
 
 
 @dataclass(frozen=True)
@@ -75,28 +84,61 @@ class Rollout:
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write a generation, on the disk before the first update by it. Raises TrainingError if that fails."""
-    lines = "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
-    try:
+    """Write a generation, on the disk before the first update by it; a full disk loses checkpoints for it.
+
+    Raises:
+        RolloutError: that fails.
+    """
+    size = path.stat().st_size if path.exists() else 0
+
+    def write() -> None:
         with path.open("ab") as file:
-            file.write(lines.encode())
+            file.truncate(size)  # what an attempt has left
+            file.write(_lines(rollouts))
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
-        raise TrainingError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+    if error := write_with_room(path.parent, write):
+        raise RolloutError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def _lines(rollouts: Sequence[Rollout]) -> bytes:
+    texts = (json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
+    return "".join(texts).encode()
+
+
+def mark_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The length and hash of a generation's lines, by which a checkpoint recognizes them."""
+    return {"bytes": len(lines := _lines(rollouts)), "sha256": hashlib.sha256(lines).hexdigest()}
 
 
 def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's."""
-    last, end = list[dict[str, Any]](), 0
-    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
-        for line in file:
-            record = parse_record(line) if line.endswith(b"\n") else None
-            if record is None or record["step"] > step:
-                break
-            last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
-            end += len(line)
-        file.truncate(end)
+    """Remove the lines of steps after a checkpoint, and what a kill has left of one; returns the last step's.
+
+    Damaged lines stay, which somebody may restore.
+
+    Raises:
+        TrainingError: it is not a file, or cannot be read and written.
+    """
+    last, cut, position, is_damaged = list[dict[str, Any]](), None, 0, False
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise OSError(errno.EINVAL, "it is a link, a folder or a device")
+        with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+            for line in file:
+                is_whole = line.endswith(b"\n")
+                record = parse_record(line) if is_whole else None
+                if record and record["step"] <= step:
+                    last, cut = [*(last if last and last[0]["step"] == record["step"] else ()), record], None
+                elif cut is None and (record or not is_whole):
+                    cut = position
+                is_damaged |= is_whole and not record
+                position += len(line)
+            file.truncate(position if cut is None else cut)
+    except OSError as error:
+        raise TrainingError(f"{path} cannot be continued: {error.strerror or error}.") from error
+    if is_damaged:
+        log.warning("%s has damaged lines, which stay.", path)
     return last
 
 
@@ -140,9 +182,10 @@ class Rollouts:
     text_of: Callable[[list[int]], str]
     logprobs: Callable[[TokenizedRows], np.ndarray] | None
     scale_rewards: str
+    _num_without: int = 0
 
     def steps(
-        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
     ) -> Iterator[StepRows]:
         """Give every step from `first` on; in the middle of a generation its answers are read back.
 
@@ -160,18 +203,30 @@ class Rollouts:
                 rollouts = self._generation(rows.reshape(-1, group_size), generation, step)
                 peak = gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu")).max().item()
                 memory = {"generation_memory_gib": round(peak, 3)} if peak else {}
-            elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
+                position = mark_of(rollouts)
+            elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows) or (
+                position not in ({}, mark_of(rollouts))  # older checkpoints have no mark
+            ):
                 raise TrainingError(
-                    f"rollouts.jsonl lacks answers that step {step + 1} learns from. Restore it, or resume from the "
-                    f"checkpoint of a step that is a multiple of --num_iterations {schedule.num_iterations}."
+                    f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others than those of the "
+                    "checkpoint. Restore it, or resume from the checkpoint of a step that is a multiple of "
+                    f"--num_iterations {schedule.num_iterations}."
                 )
             metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started} | memory
-            yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), metrics=metrics)
+            yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), position, metrics)
+        self.scorer.close()
 
     def _kept(self, step: int) -> list[Rollout]:
-        """The last rollouts before a step, on every rank; what was written for later ones goes."""
-        text = json.dumps(truncate_rollouts(self.path, step)) if self.ranks.is_rank_0 else ""
-        return [Rollout.from_json(record) for record in json.loads(all_gather_strings(text, torch.device("cpu"))[0])]
+        """The last rollouts before a step, on every rank; none if they are damaged. What was written later goes."""
+        text = ""
+        with raise_on_all_ranks(TrainingError, self.ranks.device):
+            if self.ranks.is_rank_0:
+                text = json.dumps(truncate_rollouts(self.path, step))
+        records = json.loads(all_gather_strings(text, torch.device("cpu"))[0])
+        try:
+            return [Rollout.from_json(record) for record in records]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return []
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
         """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
@@ -180,10 +235,17 @@ class Rollouts:
         completions = self.engine.complete([prompt.ids for prompt in prompts], generation, version=step)
         answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
+        if self.ranks.is_rank_0:
+            self.scorer.start()
         score = partial(self.scorer.score, self._batch(answered), numbers)
         values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)]
+        self._num_without = self._num_without + 1 if set(sums) == {None} else 0
+        if self._num_without:
+            log.warning("Step %d: no reward function gives a value for any of its answers.", step + 1)
+        if self._num_without == _MOST_WITHOUT:
+            raise RolloutError(f"{_MOST_WITHOUT} generations in a row have no reward, so nothing is learned.")
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
         rollouts = [
             Rollout(
@@ -207,7 +269,7 @@ class Rollouts:
                 dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
                 for rollout, of_row in zip(rollouts, logps, strict=True)
             ]
-        with raise_on_all_ranks(TrainingError, self.ranks.device):
+        with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.ranks.is_rank_0:
                 append_rollouts(self.path, rollouts)
         return rollouts
@@ -219,8 +281,8 @@ class Rollouts:
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
                 texts[place] = [{"role": "assistant", "content": texts[place]}]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        beside = [prompt.for_rewards for prompt in prompts]
+        columns = {name: [row.get(name) for row in beside] for name in dict.fromkeys(chain(*beside))}
         columns["prompts"] = [prompt.content for prompt in prompts]
         return {**columns, "completions": texts, "completion_ids": said}
 
