@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from fsdp_qlora.utils.redact import redact_values
 log = logging.getLogger("fsdp_qlora")
 
 _UNCUT = 2**31  # tokens, more than a row has
+_ROWS_LOOKED_AT = 200  # for the tokens with which answers end
 _OF_DUMMY = 512  # tokens of its rows, which fill whatever there is, with --context_length auto
 
 
@@ -59,7 +61,7 @@ class RunData:
     """The name of each evaluation, the main one first -> indices of its rows of `evaluation`, int64."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """For the result's card, as JSON. data: name, format and number of rows of each dataset; eval_data: the same;
-    prompt: as `prompt_record`, of the first dataset."""
+    prompt: as `prompt_record`, of the first dataset, and in a run's plan with `ends`."""
     reports: tuple[DataReport, ...] = ()
     """The reports on each dataset to train on; on the first rows of a stream."""
     eval_reports: tuple[DataReport, ...] = ()
@@ -119,6 +121,15 @@ class RunData:
         """(place, reason) of every row that was left out; a stream logs them as they come."""
         reports = self.eval_reports if self.stream is not None else self.reports + self.eval_reports
         return [place for report in reports for place in report.places()]
+
+    def ends(self, tokenizer: PreTrainedTokenizerBase, after_answer: str) -> list[str]:
+        """The tokens, besides the tokenizer's own, with which answers of the first rows end; or what follows them."""
+        rows = [self.train[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
+        last = [int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()]
+        last = last or tokenizer(after_answer, add_special_tokens=False)["input_ids"][:1]
+        added, own = tokenizer.added_tokens_decoder, (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        often = [token for token, count in Counter(last).items() if 10 * count >= len(last)]
+        return [str(added[token]) for token in often if token in added and token not in own]
 
     def describe_left_out(self) -> list[str]:
         """A line for the end, if rows were left out: how many of those that were read before training."""

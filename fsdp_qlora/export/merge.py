@@ -331,10 +331,10 @@ def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
     return {head: embeddings} if any(own) or changes.layers.keys() & {embeddings, head} else {}
 
 
-# Files of the tokenizer, which are in the adapter's folder as the run used them.
+# Files of the tokenizer, which are in the adapter's folder as the run used them; and with its end tokens.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 
 

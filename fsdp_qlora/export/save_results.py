@@ -36,7 +36,7 @@ from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.card import Base, documents, training_record
 from fsdp_qlora.model.adapters.first_values import LiveValues, Values, saved_parameters
-from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
 from fsdp_qlora.model.quantizers.routed import expert_parameters
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
@@ -68,11 +68,11 @@ class SidecarFiles:
             if "No space left" in str(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
-        for name, text in self.texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
         for name in ("config.json", "generation_config.json"):
             if self.base_folder and (self.base_folder / name).is_file():
                 shutil.copyfile(self.base_folder / name, folder / name)
+        for name, text in self.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 class _Writer:
@@ -240,6 +240,8 @@ class ResultForm:
         texts = documents(record, kind=self.kind.adapter)
         if template := (record["prompt"] or {}).get("chat_template"):
             self.tokenizer.chat_template = template  # that was trained with
+        if ends := (record["prompt"] or {}).get("ends"):
+            texts["generation_config.json"] = generation_config_with(self.base_folder, self.tokenizer, ends)
         if self.adapter is not None:
             sidecar = SidecarFiles(self.tokenizer, texts)
             save_adapter(self.model, self.adapter, sidecar, output_dir, values=values)

@@ -136,6 +136,8 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     # Weights are downloaded last, after all checks that do not need them.
     once = download_once(machine.ranks, store) if store else None
     plan = build_plan(config, machine, *read_model(config, once=once))
+    if plan.meta.model.generation_config is not None:  # made of config.json alone
+        plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in notes_of(config, plan):

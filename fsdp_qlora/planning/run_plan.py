@@ -41,7 +41,7 @@ from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, pla
 from fsdp_qlora.planning.search import PlanReport, choose_settings
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
-from fsdp_qlora.training.generation.generate import read_questions
+from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.environment import describe_environment
@@ -59,6 +59,7 @@ class Plan:
     Attributes:
         questions: the prompts of --sample_prompts.
         scored_by: on rank 0, the reward functions with hashes of their files.
+        stop_text: as in PromptFormat, for a run that answers its prompts.
         generation: how the run's own model answers its prompts.
         chosen: options that auto replaces, and the context_length that the rows decide.
     """
@@ -71,6 +72,7 @@ class Plan:
     tasks: Tasks | None = None
     scorer: Scorer | None = None
     scored_by: list[str] = field(default_factory=list)
+    stop_text: str = ""
     generation: Generation | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
@@ -99,8 +101,15 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     model = plan_model(config, machine, store)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_rows(config, model)
+    stop_text, tokenizer, prompt = "", model.tokenizer, data.provenance["prompt"]
     if data.prompts:
         check_answers(scorer.rewards, [row.for_rewards for row in data.prompts.rows])
+        with contextlib.closing(PromptFormat(tokenizer, prompt)) as prompt_format:
+            stop_text = prompt_format.stop_text
+    if ends := data.ends(tokenizer, stop_text):
+        prompt["ends"] = ends
+        end, own = " or ".join(ends), tokenizer.eos_token
+        log.info("Answers end with %s, not with the tokenizer's %s: generation_config.json will name both.", end, own)
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
@@ -118,7 +127,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         longest, most_new = int(data.lengths.max()), config.max_completion_length
         generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
     warmup_steps = num_warmup_steps(config, schedule)
-    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, scorer, scored_by, generation, chosen)
+    scoring = scorer, scored_by, stop_text
+    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, *scoring, generation, chosen)
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))

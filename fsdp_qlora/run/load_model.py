@@ -49,7 +49,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generate import PromptFormat, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
 from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine
@@ -247,9 +247,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
     if not plan.data.prompts:
         return plan.data.source
     assert plan.scorer is not None
-    prompt_format = PromptFormat(plan.model.tokenizer, plan.data.provenance["prompt"])
-    prompt_format.close()
-    stops = Stops(plan.model.tokenizer, trainer.model, prompt_format.stop_text)
+    stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
     looks_back = config.num_iterations > 1 or config.rollout_url
     return Rollouts(
         data=plan.data,

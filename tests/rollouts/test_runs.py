@@ -17,12 +17,13 @@ import torch
 from peft import PeftModel
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.utils.errors import ENDINGS
 from tests.chaos.harness import adapter, numbers, run
-from tests.tiny import ROOT, flags, make_model, read_metrics, train_ok, write_rows
+from tests.tiny import ROOT, WORDS, flags, make_model, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 
@@ -115,6 +116,61 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     assert [line["step"] for line in lines_of(out)] == [step for step in (1, 3, 5, 7) for _ in range(8)]
     zeros = [line["rewards"]["short"] == 0 for line in lines_of(out) if line["row"] == 7]
     assert zeros == [True] * 4
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_chat_model(folder: Path, *, template: str = CHATML, ends: list[int] | None = None) -> Path:
+    """A model whose turns end with a token that is not the tokenizer's end token; `ends` are those that it names."""
+    model = make_model(folder, vocab_size=330, pad_token_id=None)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").unlink()
+    if ends:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return model
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "template"])
+def test_sampled_answers_end_at_the_end_tokens_of_the_model(place: str, tmp_path: Path) -> None:
+    end = 97
+    ending = CHATML.replace("<|im_end|>\n", "<|im_end|>\n</s>") if place == "template" else None
+    model = make_chat_model(tmp_path / "model", **({"template": ending} if ending else {"ends": [end, 1]}))
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>") if ending else end
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": [{"role": "user", "content": w}]} for w in WORDS[:8]])  # type: ignore[dict-item,misc]
+    options = {**OPTIONS, "rewards": "length:4", "model_name": model, "dataset": rows, "max_completion_length": 64}
+    options["context_length"] = 128
+    train_ok(1, tmp_path / "out", **options, gradient_accumulation_steps=32, max_steps=1)
+    answers = [line["token_ids"] for line in lines_of(tmp_path / "out")]
+    ended = [ids for ids in answers if end in ids]
+    assert len(ended) > 1 and all(ids.index(end) == len(ids) - 1 for ids in ended)
+    assert not any("<|im_end|>" in line["completion"] for line in lines_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("objective", ["sft", "grpo"])
+def test_the_end_of_a_templates_turn_is_saved_with_adapter_and_merge(
+    objective: str, tmp_path: Path, lines: list[str]
+) -> None:
+    model, out, merged = make_chat_model(tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
+    turns = [[{"role": "user", "content": word}, {"role": "assistant", "content": "blue"}] for word in WORDS[:8]]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": messages} for messages in turns])  # type: ignore[dict-item,misc]
+    options = (
+        {**OPTIONS, "rewards": "exact_match"} if objective == "grpo" else {"train_type": "lora", "precision": "fp32"}
+    )
+    said = train_ok(1, out, **options, model_name=model, dataset=rows, gradient_accumulation_steps=4, max_steps=1)
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
+    assert "Answers end with <|im_end|>, not with the tokenizer's </s>" in said
+    assert main(["merge", *flags(adapter=out, out=merged)]) == 0
+    for folder in (out, merged):
+        assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, end]
+        assert "ends with `<|im_end|>`" in (folder / "README.md").read_text()
+    assert GenerationConfig.from_pretrained(merged).eos_token_id == [1, end]
 
 
 def kill_at(phase: str, number: int, *, with_signal: int = signal.SIGKILL) -> None:

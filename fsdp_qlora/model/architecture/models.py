@@ -200,12 +200,24 @@ def _as_in_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedT
 
 def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes a token at which the model stops. Base models may have a template too."""
-    template, stops = str(tokenizer.chat_template or ""), [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        named = read_json(folder / name).get("eos_token_id")
+    tokens = tokenizer.convert_ids_to_tokens(end_tokens(folder, tokenizer))
+    return any(token in str(tokenizer.chat_template or "") for token in ["eos_token", *filter(None, tokens)])
+
+
+def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens at which the model stops: the tokenizer's, and what the configurations of the folder name."""
+    config, stops = read_json(folder / "config.json"), [tokenizer.eos_token_id]
+    for content in (config, config.get("text_config"), read_json(folder / "generation_config.json")):
+        named = content.get("eos_token_id") if isinstance(content, dict) else None
         stops += named if isinstance(named, list) else [named]
-    tokens = tokenizer.convert_ids_to_tokens([stop for stop in stops if isinstance(stop, int)])
-    return any(token in template for token in ["eos_token", *filter(None, tokens)])
+    return list(dict.fromkeys(stop for stop in stops if type(stop) is int))
+
+
+def generation_config_with(folder: Path, tokenizer: PreTrainedTokenizerBase, ends: list[str]) -> str:
+    """The folder's generation_config.json, or a new one, that names these end tokens too."""
+    stops = [*end_tokens(folder, tokenizer), *tokenizer.convert_tokens_to_ids(ends)]
+    content = read_json(folder / "generation_config.json") | {"eos_token_id": list(dict.fromkeys(stops))}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _attention_candidates(

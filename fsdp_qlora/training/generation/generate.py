@@ -222,7 +222,9 @@ class Stops:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> None:
         named = getattr(model.generation_config, "eos_token_id", None)
         ends = named if isinstance(named, list) else [named]
-        self.tokens = {token for token in (tokenizer.eos_token_id, *ends) if token is not None}
+        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1]  # of "<|end|>\n<|endoftext|>"
+        marks = [token for token in first if token in tokenizer.added_tokens_decoder]
+        self.tokens = {token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None}
         self._tokenizer, self.text = tokenizer, text
 
     def ends(self, tokens: list[int]) -> bool:
@@ -235,7 +237,8 @@ class Stops:
         text = str(self._tokenizer.decode(token_ids))
         if self.text and self.text in text:
             return text.partition(self.text)[0]
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        has_ended = bool(token_ids) and token_ids[-1] in self.tokens  # perhaps by one that is not special
+        return str(self._tokenizer.decode(token_ids[:-1] if has_ended else token_ids, skip_special_tokens=True))
 
 
 class TextGenerator:
