@@ -1,6 +1,7 @@
 """Answers from a server: what it is asked, what is waited for, what ends a run, and runs whose server is killed."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -64,7 +65,7 @@ def engine(server: LoraServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The engine of a run on one rank; its adapter is a number that grows."""
     monkeypatch.setattr(engine_module, "_PAUSE_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
-    versions = iter(range(100))
+    versions = itertools.count()
 
     def save(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
