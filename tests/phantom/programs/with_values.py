@@ -121,6 +121,9 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "a mask as an index": lambda d: drawn(64).to(d)[drawn(64).to(d) > 0],
     "convolution without cuDNN": lambda d: F.conv2d(drawn(1, 3, 8, 8).to(d), drawn(4, 3, 2, 2).to(d)),
     "singular values without cuSOLVER": lambda d: torch.linalg.svdvals(drawn(6, 4).to(d)),
+    "triangular system without cuBLAS": lambda d: torch.linalg.solve_triangular(
+        drawn(6, 6).tril().to(d), drawn(6, 4).to(d), upper=False, unitriangular=True
+    ),
     "product of integers without NVRTC": lambda d: torch.arange(1, 9).to(d).prod(),
     "fill of bitsandbytes": filled,
     "tensors of both devices": mixed,

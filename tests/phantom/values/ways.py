@@ -17,7 +17,7 @@ from tests.phantom.values.memory import bind, fill, on_cpu, on_device, poison, t
 Way = Callable[[Any, Any, Any], Any]
 IS_POISONED = os.environ.get("PHANTOM_POISON") == "1"
 # Their functions fail on the stand-in, which lacks these libraries. NVRTC compiles some of torch's kernels at run time.
-LACKING = re.compile(r"cu(dnn|solver|fft|sparse|blas)\w* error|NVRTC", re.IGNORECASE)
+LACKING = re.compile(r"cu(dnn|solver|fft|sparse|blas)\w* error|calling .cublas|NVRTC", re.IGNORECASE)
 noted: Counter[str] = Counter()  # operators that are computed otherwise than one would think
 
 
