@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fsdp_qlora.utils.files import bytes_of_variable
+
+MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
 Row = Mapping[str, object]
 Image = Path | bytes
 """An image of a row: its file, or what is in one."""
@@ -34,6 +37,11 @@ class SourceFile:
 
 class BadRow(ValueError):
     """A row that cannot be used; the message is the reason under which it is counted."""
+
+
+def most_row_bytes() -> int:
+    """How long a row may be: a packed file or an image of a few KiB may unpack to more than the memory."""
+    return bytes_of_variable(MAX_ROW)
 
 
 @dataclass(frozen=True)

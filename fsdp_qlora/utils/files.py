@@ -1,16 +1,18 @@
 """Atomic and durable writing of files and folders, free disk space, fingerprints, and checks of folder names."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
@@ -34,6 +36,33 @@ def record_of(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileRecord(file.tell(), digest.hexdigest())
+
+
+def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, follow: bool = True) -> IO[Any]:
+    """Open a file that a row, an option or a folder of others names, without waiting for what is behind the name.
+
+    Args:
+        follow: whether `path` may be a link.
+    Raises:
+        OSError: it is a pipe, a device, a folder or longer than `most_bytes`; or cannot be opened.
+    """
+    flags = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    file = open(path, mode, opener=lambda name, given: os.open(name, given | flags, 0o666))  # noqa: SIM115
+    found = os.fstat(file.fileno())
+    reason = "" if stat.S_ISREG(found.st_mode) else "it is not a file but a pipe, a device or a socket"
+    if most_bytes is not None and found.st_size > most_bytes:
+        reason = f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
+    if reason:
+        file.close()
+        raise OSError(errno.EINVAL, reason)
+    return file
+
+
+def read_named(path: Path, most_bytes: int) -> bytes:
+    """The content of a file that `open_named` opens, of the length that it has then: files of /proc have none."""
+    with open_named(path, most_bytes=most_bytes) as file:
+        content: bytes = file.read(os.fstat(file.fileno()).st_size)
+        return content
 
 
 def flush(path: Path) -> None:

@@ -18,7 +18,7 @@ from fsdp_qlora.data.content import FOLDER
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text import chats
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.images import are_as_kept, keep, load
+from fsdp_qlora.data.text.images import are_as_kept, keep_all, load
 from fsdp_qlora.planning.run_plan import pick_data
 from fsdp_qlora.utils.errors import RankError, UserError
 from tests.data.rows import write_jsonl, write_parquet
@@ -69,6 +69,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
     "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not base64"),
     "no room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no room for a response"),
+    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, .*it is not a file but a pipe"),
+    "a device": ({"messages": ask("<image>who?"), "images": ["/dev/zero"]}, "/dev/zero cannot be read, .*it is not a file but"),
+    "a link to one": ({"messages": ask("<image>who?"), "images": ["zero.png"]}, "zero.png cannot be read, .*it is not a file but"),
+    "of the kernel": ({"messages": ask("<image>who?"), "images": ["/proc/kmsg"]}, "/proc/kmsg cannot be read, or is no image"),
+    "too long a file": ({"messages": ask("<image>who?"), "images": ["long.png"]}, "long.png cannot be read, .*it has 129 MiB, more than 128"),
+    "PostScript": ({"messages": ask("<image>who?"), "images": ["gs.png"]}, r"gs.png cannot be read, .*\(cannot identify image file\)"),
+    "too many pixels": ({"messages": ask("<image>who?"), "images": ["wide.png"]}, r"with it the row has more than 44 megapixels; FSDP_QLORA_MAX_ROW_MIB raises that"),
+    "too many of all": ({"messages": ask("<image><image>"), "images": ["half.png"] * 2}, "half.png .*with it the row has more than 44"),
+    "of 16 bits": ({"messages": ask("<image>who?"), "images": ["deep.png"]}, "of mode I;16.*; convert it to 8 bits"),
+    "of floats": ({"messages": ask("<image>who?"), "images": ["float.tiff"]}, "of mode F; convert it to 8 bits"),
     "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template shows 2 of the row's 1 images"),
 }  # fmt: skip
 
@@ -80,12 +90,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def make_hostile(folder: Path) -> None:
+    """Files that are no images for training, whatever a row says."""
+    os.mkfifo(folder / "pipe.png")
+    (folder / "zero.png").symlink_to("/dev/zero")
+    (folder / "gs.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    with (folder / "long.png").open("wb") as file:
+        file.truncate(129 * 2**20)
+    Image.new("1", (9000, 5000)).save(folder / "wide.png")
+    Image.new("1", (5000, 5000)).save(folder / "half.png")
+    Image.fromarray(np.arange(0, 60000, 100, dtype=np.uint16).reshape(20, 30)).save(folder / "deep.png")
+    Image.fromarray(np.linspace(0, 1, 600, dtype=np.float32).reshape(20, 30)).save(folder / "float.tiff")
+
+
 @pytest.fixture
 def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunData]:
     """prepare_data for the model of images, in a folder with the image a.png and half of one, cut.png."""
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.png").write_bytes(png(picture(30, 20, seed=0)))
     (tmp_path / "cut.png").write_bytes(png(picture(30, 20, seed=1))[:500])
+    make_hostile(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def call(path: Path, **given: Any) -> RunData:
@@ -96,15 +120,21 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return call
 
 
-def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare: Any, tmp_path: Path) -> None:
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gs := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")  # as PostScript is drawn by Pillow
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     good = {"messages": ask("<image>who?"), "images": ["a.png"]}
     rows = [good, *(row for row, _ in BAD.values()), good]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    data = prepare(path, max_bad_rows=0.9)
+    data = prepare(path, max_bad_rows=0.95)
     assert data.train.row_numbers.tolist() == [1, len(rows)] and len(data.train.images) == 2
     for number, ((place, reason), (_, says)) in enumerate(zip(data.rejected, BAD.values(), strict=True), start=2):
         assert place.endswith(f"rows.jsonl:{number}")
         assert re.search(says, reason)
+    assert not (tmp_path / "started").exists()
     with pytest.raises(UserError, match=r"b\.png cannot be read"):
         prepare(path)
 
@@ -140,7 +170,7 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Pat
         load(bytes(first.images[0]))
     assert not are_as_kept([bytes(first.images[0])])
     again = prepare(path).train
-    assert again.digest != first.digest and bytes(again.images[0]) == keep(tmp_path / "a.png")[0]
+    assert again.digest != first.digest and bytes(again.images[0]) == keep_all([tmp_path / "a.png"])[0][0]
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
         load(bytes(again.images[0]))

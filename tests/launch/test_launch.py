@@ -24,7 +24,7 @@ from fsdp_qlora import api
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.sources.source import find_source
-from fsdp_qlora.data.text.images import Images, keep
+from fsdp_qlora.data.text.images import Images, keep_all
 from fsdp_qlora.distributed import store
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import connect
@@ -396,7 +396,7 @@ def test_images_and_arrays_in_memory_are_written_with_their_rows(kind, tmp_path,
     for row, made in zip(rows, read, strict=True):
         assert (made["ids"], made["day"][:10]) == ([0, 1, 2], "2026-01-02")
         [image] = Images({"images": made["image"]})._listed
-        assert np.array_equal(keep(image)[1], load_image(row["image"]))
+        assert np.array_equal(keep_all([image])[1][0], load_image(row["image"]))
     if kind == "a list":
         with pytest.raises(UserError, match=r"dataset: row 2 cannot be written as JSON \(set is not"):
             api._in_file([{"a": 1}, {"a": {1}}])

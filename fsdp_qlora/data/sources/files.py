@@ -14,16 +14,15 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_qlora.data.content import BadRow, Row
+from fsdp_qlora.data.content import MAX_ROW, BadRow, Row, most_row_bytes
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import bytes_of_variable, record_of
+from fsdp_qlora.utils.files import record_of
 from fsdp_qlora.utils.text import first_line
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
-MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
 _MOST_PACKED = 100  # times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
 BATCH_ROWS = 16  # of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
 UNREAD = "not read"  # the value of a table's column that is not used
@@ -52,26 +51,21 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
-def _most_bytes() -> int:
-    """How long a row may be: a packed file of a few KiB may unpack to more than the memory."""
-    return bytes_of_variable(MAX_ROW)
-
-
 def _max_unpacked_bytes(num_bytes: int) -> int:
     """The bytes that `num_bytes` packed ones may unpack to."""
-    return max(_most_bytes(), _MOST_PACKED * num_bytes)
+    return max(most_row_bytes(), _MOST_PACKED * num_bytes)
 
 
 def _too_long(place: str) -> UserError:
     return UserError(
-        f"{place}: longer than {_most_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the environment "
-        f"variable {MAX_ROW}, in MiB."
+        f"{place}: longer than {most_row_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the "
+        f"environment variable {MAX_ROW}, in MiB."
     )
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
-    most = _most_bytes()
+    most = most_row_bytes()
     for line_number in count(1):
         if not (line := file.readline(most + 1)):
             return
@@ -134,7 +128,7 @@ def _held(value: object) -> list[Any] | None:
 
 def read_csv(path: Path) -> NumberedRows:
     """Strings under a header line, separated by commas, semicolons or tabs. A row has the number of its first line."""
-    csv.field_size_limit(min(_most_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
+    csv.field_size_limit(min(most_row_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
     with open_file(path) as file:
         lines = _csv_lines(path, file)
         first = next(lines, "")
@@ -211,7 +205,7 @@ def _check_groups(path: Path, metadata: Any, groups: Iterable[int], columns: Ite
 
 def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
     """The rows of a table from number `first` on. Refuses one that is too long before any is made Python objects."""
-    if table.nbytes > (most := _most_bytes()):
+    if table.nbytes > (most := most_row_bytes()):
         for index in range(table.num_rows):
             if table.slice(index, 1).nbytes > most:
                 raise _too_long(f"{place} row {first + index}")
@@ -319,7 +313,7 @@ def look_into(path: Path) -> FileKind | None:
         return kind
     try:
         with open_file(path) as file:
-            lines = (line for line in iter(partial(file.readline, _most_bytes()), b"") if not line.isspace())
+            lines = (line for line in iter(partial(file.readline, most_row_bytes()), b"") if not line.isspace())
             is_lines = _is_lines(*(_decode(line).strip() for line in islice(lines, 2)))
     except (ValueError, OSError):  # said where the rows are read
         return kind

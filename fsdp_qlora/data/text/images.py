@@ -3,18 +3,22 @@
 import base64
 import hashlib
 import io
+import math
 import os
+import re
 import threading
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.data.content import FOLDER, BadRow, Image, Row, unicode_of
+from fsdp_qlora.data.content import FOLDER, MAX_ROW, BadRow, Image, Row, most_row_bytes, unicode_of
 from fsdp_qlora.utils.errors import RankError, UserError
-from fsdp_qlora.utils.files import cache_folder
+from fsdp_qlora.utils.files import cache_folder, read_named
 
 _PLACE = "<image>"  # where a text shows the next image of the row's column
 _KINDS = ("image", "image_url", "input_image")  # of a part that is one
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for others Pillow may start a program, such as Ghostscript
 _GIVEN = ("image", "image_url", "bytes", "path", "url")  # names under which it may be in a part or an object
 
 
@@ -95,7 +99,18 @@ class Images:
 UNREADABLE = ("the image", "an image in the row")  # how reasons begin
 
 
-def keep(image: Image) -> tuple[bytes, Any]:
+def keep_all(images: Iterable[Image]) -> tuple[tuple[bytes, ...], list[Any]]:
+    """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises BadRow."""
+    names, pixels, left = list[bytes](), list[Any](), most_row_bytes() // 3
+    for image in images:
+        name, shown = keep(image, left)
+        names.append(name)
+        pixels.append(shown)
+        left -= shown.width * shown.height
+    return tuple(names), pixels
+
+
+def keep(image: Image, most_pixels: int) -> tuple[bytes, Any]:
     """Keep an image for `load`: a file by a link to it.
 
     Returns:
@@ -105,10 +120,10 @@ def keep(image: Image) -> tuple[bytes, Any]:
     """
     where = f"{UNREADABLE[0]} {image}" if isinstance(image, Path) else UNREADABLE[1]
     try:
-        content = image.read_bytes() if isinstance(image, Path) else image
-        pixels = _decode(content)
+        content = read_named(image, most_row_bytes()) if isinstance(image, Path) else image
+        pixels = _decode(content, most_pixels)
     except Exception as error:  # Pillow raises many kinds
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:100] or type(error).__name__
+        reason = getattr(error, "strerror", None) or _said(error) or type(error).__name__
         raise BadRow(f"{where} cannot be read, or is no image ({reason})") from error
     name = hashlib.blake2b(content, digest_size=16).digest()
     path = _path(name)
@@ -132,7 +147,7 @@ def load(name: bytes) -> Any:
     """A kept image, as Pillow's in RGB. Raises RankError if it is not what it was."""
     path = _path(name)
     try:
-        content = path.read_bytes()
+        content = read_named(path, most_row_bytes())
         reason = "" if hashlib.blake2b(content, digest_size=16).digest() == name else "it has changed"
     except OSError as error:
         reason = str(error.strerror)
@@ -149,11 +164,23 @@ def are_as_kept(names: Iterable[bytes]) -> bool:
         return False
 
 
-def _decode(content: bytes) -> Any:
+def _said(error: Exception) -> str:
+    """Its first words, without an object's address, which each start would have another of."""
+    return " ".join(re.sub(r"<\S+ object at 0x\w+>", "", str(error)).split())[:100]
+
+
+def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
+    """The pixels. Raises ValueError, and many kinds of Pillow's, before they are decoded if they are too many."""
     from PIL import Image as Pillow
     from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
 
-    with Pillow.open(io.BytesIO(content)) as image:
+    warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # bounded here
+    with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
+        if image.width * image.height > most_pixels:
+            most = most_row_bytes() // 3e6
+            raise ValueError(f"with it the row has more than {most:.0f} megapixels; {MAX_ROW} raises that")
+        if image.mode[0] in "IF":  # which RGB would have white for nearly all values of
+            raise ValueError(f"its numbers are of mode {image.mode}; convert it to 8 bits")
         return load_image(image)
 
 

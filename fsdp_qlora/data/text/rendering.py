@@ -13,7 +13,7 @@ from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.images import keep
+from fsdp_qlora.data.text.images import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
@@ -113,7 +113,7 @@ class Renderer:
     def _shown(self, rows: Sequence[Sequence[Segment]], chat: Chat) -> list[Rendered]:
         """The texts of a chat with the tokens of its images."""
         assert self._image_processor is not None
-        names, pixels = zip(*map(keep, chat.images), strict=True)
+        names, pixels = keep_all(chat.images)
         expanded = [self._image_processor.expand(row, pixels) for row in rows]
         if (most := max(count for _, count, _ in expanded)) < len(chat.images):
             raise BadRow(f"the chat template shows {most} of the row's {len(chat.images)} images")
