@@ -116,7 +116,9 @@ class Rendered:
     image_values: int = 0
     """How many numbers the processor makes of them."""
     image_ids: tuple[int, ...] = ()
-    """The tokens that stand for images."""
+    """The tokens that stand for images; any model's own, whether the row has images or not."""
+    num_image_ids: int = 0
+    """How many of these tokens its images are: one more is in its text."""
 
 
 @dataclass(frozen=True)

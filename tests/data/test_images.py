@@ -79,6 +79,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too many of all": ({"messages": ask("<image><image>"), "images": ["half.png"] * 2}, "half.png .*with it the row has more than 44"),
     "of 16 bits": ({"messages": ask("<image>who?"), "images": ["deep.png"]}, "of mode I;16.*; convert it to 8 bits"),
     "of floats": ({"messages": ask("<image>who?"), "images": ["float.tiff"]}, "of mode F; convert it to 8 bits"),
+    "the model's token": ({"messages": ask("<image>a <image_soft_token>?"), "images": ["a.png"]}, "has the token that stands for an image"),
+    "of text alone": ({"messages": ask("a <image_soft_token>?")}, "has the token that stands for an image"),
+    "in an answer": ({"messages": [*ask("<image>who?")[:1], {**SAY, "content": "<image_soft_token>"}], "images": ["a.png"]}, "has the token that stands"),
     "the token": ({"messages": ask("<image><start_of_image>"), "images": ["a.png"]}, "template shows 2 of the row's 1 images"),
 }  # fmt: skip
 
@@ -137,6 +140,20 @@ def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
     assert not (tmp_path / "started").exists()
     with pytest.raises(UserError, match=r"b\.png cannot be read"):
         prepare(path)
+
+
+ROWS_OF_TEXT = [
+    {"instruction": "a <image_soft_token>?", "output": "go on"},
+    {"text": "<image_soft_token> " * 200},
+    {"prompt": "so", "chosen": " go", "rejected": " <image_soft_token>"},
+]
+
+
+@pytest.mark.parametrize("row", ROWS_OF_TEXT, ids=lambda row: next(iter(row)))
+def test_the_models_token_for_images_is_refused_in_text(row: dict[str, str], prepare: Any, tmp_path: Path) -> None:
+    objective = "dpo" if "chosen" in row else "sft"
+    with pytest.raises(UserError, match=r"rows.jsonl:1: its text has the token that stands for an image"):
+        prepare(write_jsonl(tmp_path / "rows.jsonl", [row]), objective=objective)
 
 
 def test_tokens_of_images_are_never_learned(prepare: Any, model: Path, tmp_path: Path) -> None:

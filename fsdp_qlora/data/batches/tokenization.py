@@ -22,6 +22,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
 ALONE = "there is no other row whose answer shows how far the policy has moved, so it is compared with its own"
+IMAGE_TOKEN = "its text has the token that stands for an image, a video or sound in this model"
 NO_END = "what is learned does not end with a token at which a model stops"
 
 Ids = list[int]
@@ -48,6 +49,8 @@ class EncodedRow(NamedTuple):
     images: tuple[bytes, ...] = ()
     image_values: int = 0
     """As in `Rendered`."""
+    reason: str = ""
+    """Why nothing of it is learned."""
 
 
 def tokenize_batch(
@@ -88,7 +91,8 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
     both_have_targets = chosen.learned[1:].any() and rejected.learned[1:].any()
     two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
-    return chosen._replace(num_cut=chosen.num_cut + rejected.num_cut, notes=chosen.notes + rejected.notes, **two)
+    two |= {"num_cut": chosen.num_cut + rejected.num_cut, "notes": chosen.notes + rejected.notes}
+    return chosen._replace(reason=chosen.reason or rejected.reason, **two)
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -102,7 +106,8 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
         for note in dict.fromkeys(note for row in of_row for note in row.notes):
             report.note(row_number, note)
         if not learning:
-            report.reject(row_number, NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET)
+            reasons = [row.reason for row in of_row if row.reason]
+            report.reject(row_number, *reasons[:1] or [NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET])
         elif len(learning) < len(of_row):
             report.note(row_number, NO_ROOM_FOR_TURN)
     report.num_truncated += sum(row.num_cut > 0 for row in chosen)
@@ -219,11 +224,15 @@ def encode(
         num_cut = 0 if row.kind == "document" else len(ids[context_length:])
         if num_cut and np.isin(ids[context_length:], row.image_ids).any():
             learned[:] = False  # a part of an image says nothing
+        reason = IMAGE_TOKEN if row.image_ids and np.isin(ids, row.image_ids).sum() != row.num_image_ids else ""
+        if reason:
+            learned[:] = False
         for start in starts:
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
             arrays = np.array(ids[kept], dtype=np.int32), learned[kept].copy()
-            yield EncodedRow(row_number, *arrays, num_cut, noted, None, row.desired, row.images, row.image_values)
+            images = row.images, row.image_values
+            yield EncodedRow(row_number, *arrays, num_cut, noted, None, row.desired, *images, reason)
 
 
 def encode_prompt(prompt: Rendered, tokenizer: PreTrainedTokenizerBase) -> Ids:

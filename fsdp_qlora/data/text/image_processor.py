@@ -1,6 +1,7 @@
 """A model's processor of images, from transformers: the places of images in a text, and the pixels for a model."""
 
 import inspect
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from fsdp_qlora.data.content import BadRow, Segment
 from fsdp_qlora.data.text.images import load
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.files import read_json, record_of
 from fsdp_qlora.utils.text import first_line
 
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -83,11 +84,12 @@ class ImageProcessor:
             options = {"return_text_replacement_offsets": True, "return_tensors": "pt"}
             return dict(self._processor(text=[text], images=[[*images]], **options))
 
-    def expand(self, row: Sequence[Segment], images: Sequence[Any]) -> tuple[list[Segment], int, int]:
+    def expand(self, row: Sequence[Segment], images: Sequence[Any]) -> tuple[list[Segment], int, int, int]:
         """Write out the tokens that stand for images, which are never learned.
 
         Returns:
-            The segments, how many of the images they show, and how many numbers the processor makes of these.
+            The segments, how many of the images they show, how many numbers the processor makes of these, and how many
+            of `image_ids` it writes for them.
         Raises:
             BadRow: the text shows more images, or the processor refuses one.
         """
@@ -95,18 +97,30 @@ class ImageProcessor:
         if (count := text.count(token)) > len(images):
             raise BadRow(f"the chat template shows {count} of the row's {len(images)} images")
         if not count:
-            return [*row], 0, 0
+            return [*row], 0, 0, 0
         try:
             outputs = self._call(text, images[:count])
         except Exception as error:  # such as of an image that is too narrow
             raise BadRow(f"the model's processor refuses an image ({first_line(error)})") from error
-        written = (place["replacement"] for place in outputs["text_replacement_offsets"][0])
-        return [*_replace(row, token, written)], count, sum(outputs[name].numel() for name in self._names[1])
+        written = [place["replacement"] for place in outputs["text_replacement_offsets"][0]]
+        num_values = sum(outputs[name].numel() for name in self._names[1])
+        tokens = self._processor.tokenizer.convert_ids_to_tokens([*self.image_ids])
+        num_tokens = sum(text.count(shown) for text in written for shown in filter(None, tokens))
+        return [*_replace(row, token, iter(written))], count, num_values, num_tokens
+
+    @cached_property
+    def model_ids(self) -> tuple[int, ...]:
+        """The tokens at which the model looks for an image, a video or sound, by its configuration."""
+        try:
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False).to_dict()
+        except (OSError, ValueError):  # of the code that comes with a model
+            config = read_json(self.folder / "config.json")
+        return tuple({*_media_ids(config)})
 
     @property
     def image_ids(self) -> tuple[int, ...]:
         """The tokens that stand for images."""
-        return tuple(self._processor.image_token_ids)
+        return tuple({*self._processor.image_token_ids, *self.model_ids})
 
     def model_inputs(
         self, rows: Iterable[Iterable[bytes]], input_ids: torch.Tensor, taken: Mapping[str, inspect.Parameter]
@@ -128,6 +142,15 @@ class ImageProcessor:
 
 def _files(folder: Path) -> list[Path]:
     return [folder / name for name in _FILES if (folder / name).is_file()]
+
+
+def _media_ids(config: Mapping[str, Any]) -> Iterator[int]:
+    """The values of image_token_id and its like, in a configuration and its parts."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _media_ids(value)
+        elif isinstance(value, int) and re.fullmatch("(image|video|audio)_token_(id|index)", name):
+            yield value
 
 
 def _replace(row: Iterable[Segment], token: str, written: Iterator[str]) -> Iterator[Segment]:

@@ -64,7 +64,10 @@ class Renderer:
         rendered = [row for row in rows if any(row.learned) or any(map(_is_learned, row.segments))]
         if not rendered:
             raise BadRow("nothing to learn")
-        return rendered
+        if self._image_processor is None:
+            return rendered
+        ids = self._image_processor.model_ids
+        return [row if row.images else dataclasses.replace(row, image_ids=ids) for row in rendered]
 
     def prompt(self, content: PromptContent, worker: TemplateWorker | None = None) -> Rendered:
         """The text in front of an answer. Raises BadRow or UserError as `render` does."""
@@ -115,10 +118,13 @@ class Renderer:
         assert self._image_processor is not None
         names, pixels = keep_all(chat.images)
         expanded = [self._image_processor.expand(row, pixels) for row in rows]
-        if (most := max(count for _, count, _ in expanded)) < len(chat.images):
+        if (most := max(count for _, count, *_ in expanded)) < len(chat.images):
             raise BadRow(f"the chat template shows {most} of the row's {len(chat.images)} images")
         ids = self._image_processor.image_ids
-        return [Rendered(segments, "chat", (), (), None, (), names[:n], size, ids) for segments, n, size in expanded]
+        return [
+            Rendered(row, "chat", images=names[:n], image_values=size, image_ids=ids, num_image_ids=num_ids)
+            for row, n, size, num_ids in expanded
+        ]
 
     def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """Segments, learned as --learn says."""
