@@ -47,18 +47,24 @@ def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, f
         OSError: it is a pipe, a device, a folder or longer than `most_bytes`; or cannot be opened.
     """
     flags = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-    file = open(path, mode, opener=lambda name, given: os.open(name, given | flags, 0o666))  # noqa: SIM115
-    found = os.fstat(file.fileno())
-    reason = "" if stat.S_ISREG(found.st_mode) else "it is not a file but a pipe, a device or a socket"
-    if most_bytes is not None and found.st_size > most_bytes:
-        reason = f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
-    if reason:
-        file.close()
-        raise OSError(errno.EINVAL, reason)
-    return file
+
+    def opener(name: str, given: int) -> int:
+        if path.is_symlink() and not follow:
+            raise OSError(errno.EINVAL, "it is a link", str(path))
+        descriptor = os.open(name, given | flags, 0o666)
+        found = os.fstat(descriptor)
+        reason = "" if stat.S_ISREG(found.st_mode) else "it is not a file but a folder, a pipe, a device or a socket"
+        if most_bytes is not None and found.st_size > most_bytes:
+            reason = f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
+        if reason:
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, reason, str(path))
+        return descriptor
+
+    return open(path, mode, opener=opener)
 
 
-def read_named(path: Path, most_bytes: int) -> bytes:
+def read_named(path: Path, most_bytes: int | None = None) -> bytes:
     """The content of a file that `open_named` opens, of the length that it has then: files of /proc have none."""
     with open_named(path, most_bytes=most_bytes) as file:
         content: bytes = file.read(os.fstat(file.fileno()).st_size)

@@ -256,7 +256,7 @@ def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "other")
     for path in (folder, pipe, link):
-        with pytest.raises(TrainingError, match="cannot be continued: it is a link, a folder or a device"):
+        with pytest.raises(TrainingError, match=r"cannot be continued: (it is|Is a)"):
             truncate_rollouts(path, 3)
 
 

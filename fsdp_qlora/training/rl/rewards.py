@@ -7,7 +7,6 @@ a pattern that backtracks holds the interpreter's lock, so no thread could end i
 
 import contextlib
 import ctypes
-import errno
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from fsdp_qlora.data.content import ANSWERS
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import RankError, RolloutError, UserError
+from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.redact import guard_output
 from fsdp_qlora.utils.text import printable
 
@@ -278,9 +278,7 @@ def _run_file(path: Path) -> tuple[ModuleType, str]:
     name = path.stem
     while name in sys.modules or name in sys.stdlib_module_names:
         name += "_"
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    source = path.read_bytes()
+    source = read_named(path)
     sys.path.insert(0, str(path.absolute().parent))
     sys.modules[name] = module = ModuleType(name)
     module.__file__ = str(path)

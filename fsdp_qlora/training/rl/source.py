@@ -5,7 +5,6 @@ They are in rollouts.jsonl, a line for each answer, from which a step's rows are
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
@@ -38,6 +37,7 @@ from fsdp_qlora.training.generation.generate import Completion
 from fsdp_qlora.training.rl.engine import Engine, run_on_rank_0
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
+from fsdp_qlora.utils.files import open_named
 from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
@@ -92,7 +92,7 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     size = path.stat().st_size if path.exists() else 0
 
     def write() -> None:
-        with path.open("ab") as file:
+        with open_named(path, "ab", follow=False) as file:
             file.truncate(size)  # what an attempt has left
             file.write(_lines(rollouts))
             file.flush()
@@ -122,9 +122,7 @@ def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
     """
     last, cut, position, is_damaged = list[dict[str, Any]](), None, 0, False
     try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise OSError(errno.EINVAL, "it is a link, a folder or a device")
-        with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        with contextlib.suppress(FileNotFoundError), open_named(path, "r+b", follow=False) as file:
             for line in file:
                 is_whole = line.endswith(b"\n")
                 record = parse_record(line) if is_whole else None
