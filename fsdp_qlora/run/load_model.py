@@ -69,6 +69,18 @@ def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dis
     return open_weights(plan)
 
 
+def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
+    """Say which tensors of the model's files a result of all weights will lack."""
+    if weights.left_out and config.kind.trains == "all":
+        log.warning(
+            "train_type full: the result will lack tensors of %s that %s does not build: %s (%d in all)",
+            config.model_name,
+            type(plan.meta.model).__name__.removeprefix("FSDP"),
+            ", ".join(weights.left_out[:3]),
+            len(weights.left_out),
+        )
+
+
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
     files = WeightFiles(plan.folder, plan.stored)

@@ -65,6 +65,7 @@ from fsdp_qlora.run.load_model import (
     open_source,
     precompute_reference,
     result_form,
+    warn_left_out,
 )
 from fsdp_qlora.run.supervision import Extras, Guard
 from fsdp_qlora.sharding.loading.weight_files import Weights
@@ -148,6 +149,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
+            warn_left_out(config, plan.model, weights)
         start_process_group(ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 from peft import PeftConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
@@ -19,7 +19,7 @@ from fsdp_qlora.checkpoint.checkpoint import published
 from fsdp_qlora.data.text.templates import CHAT_TEMPLATES
 from tests.chaos.harness import KILLED, adapter, numbers, run, status
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
-from tests.tiny import PROBE, make_rows, train_ok, write_rows
+from tests.tiny import PROBE, make_model, make_rows, train_ok, write_rows
 
 Models = Callable[..., Path]
 OPTIONS = {
@@ -198,3 +198,13 @@ def test_export_names_folders_that_it_cannot_use(
         assert main(["export", *words, "--out", str(tmp_path / "out")]) == 2
         assert reason in capsys.readouterr().err
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_5_text", layer_types=["full_attention"] * 2)
+    weights = load_file(model / "model.safetensors")
+    ahead = {f"mtp.{name}.weight": torch.ones(2, 2) for name in "abcd"}  # which predict a second token
+    save_file({**weights, **ahead}, model / "model.safetensors", metadata={"format": "pt"})
+    options = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
+    says = "Qwen3_5ForCausalLM does not build: mtp.a.weight, mtp.b.weight, mtp.c.weight (4 in all)"
+    assert says in train_ok(1, tmp_path / "out", **options, train_type="full", precision="fp32")

@@ -306,12 +306,14 @@ class _Converted(DecodedTensor):
 class _Match(NamedTuple):
     """The tensors of the files in the model.
 
-    sources: see Weights. merged: parameters made from several tensors. extra: tensors that the model does not have.
+    sources, left_out: see Weights. merged: parameters made from several tensors. extra: tensors that the model does
+    not have.
     """
 
     sources: dict[str, str]
     merged: dict[str, MergedTensor]
     extra: list[str]
+    left_out: list[str]
 
 
 def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = False) -> Weights:
@@ -338,7 +340,7 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
             f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
-    return Weights(files, match.sources, packed)
+    return Weights(files, match.sources, packed, match.left_out)
 
 
 def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
@@ -347,7 +349,7 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     names = dict.fromkeys(expected)
-    match = _Match({}, {}, [])
+    match = _Match({}, {}, [], [])
     for source in files.files:
         name, pattern = source, None
         if name not in expected:
@@ -357,8 +359,9 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
             match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
             match.sources[name] = source
-        elif not _may_be_left_over(model, name):
-            match.extra.append(source)
+        elif not _is_needless(model, name):
+            ignored = any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or [])
+            (match.left_out if ignored else match.extra).append(source)
     for tensor in list(match.merged.values()):
         match.merged.update({sibling.name: sibling for sibling in tensor.siblings(files) if sibling.name in expected})
     match.sources.update({name: name for name in match.merged})
@@ -383,12 +386,8 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
             yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"
 
 
-def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model does not need this tensor: a tied head, or a rotary table or mask of an old file."""
+def _is_needless(model: PreTrainedModel, name: str) -> bool:
+    """Whether no model needs this tensor: a tied head, or a rotary table or mask of an old file."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
-    patterns = [
-        r"rotary_emb\.inv_freq$",
-        r"\.(attn|attention)\.(masked_)?bias$",
-        *(model._keys_to_ignore_on_load_unexpected or []),
-    ]
+    patterns = [r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$"]
     return name in tied or any(re.search(pattern, name) for pattern in patterns)

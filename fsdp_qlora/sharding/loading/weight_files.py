@@ -251,11 +251,13 @@ class Weights(NamedTuple):
 
     sources: name of each tensor in the model -> its name in the files.
     packed: whether the weights in the files are quantized already, in the format of the layers.
+    left_out: tensors of the files that the model's class does not build, such as those that predict more tokens.
     """
 
     files: WeightFiles
     sources: Mapping[str, str]
     packed: bool = False
+    left_out: Sequence[str] = ()
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read one of the model's tensors, on the CPU, in the file's dtype."""
