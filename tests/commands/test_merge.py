@@ -131,11 +131,17 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(
         torch.testing.assert_close(merged.state_dict()[name], value.bfloat16(), atol=0, rtol=2**-7)
 
 
-def test_embeddings_that_peft_saved_with_new_tokens_are_merged(models: Models, tmp_path: Path) -> None:
-    base, adapter, out = models("llama"), tmp_path / "adapter", tmp_path / "out"
+@pytest.mark.parametrize(("tied", "saved"), [(False, None), (False, ["lm_head"]), (True, ["embed_tokens", "lm_head"])])
+def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
+    tied: bool, saved: list[str] | None, models: Models, tmp_path: Path
+) -> None:
+    base, adapter, out = models("llama", tie_word_embeddings=tied), tmp_path / "adapter", tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(328)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    options = {"target_modules": ["q_proj"], "modules_to_save": saved, "task_type": "CAUSAL_LM"}
+    adapted = get_peft_model(model, LoraConfig(r=4, **options))
+    for parameter in adapted.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
     nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
     adapted.save_pretrained(adapter, save_embedding_layers=True)
     assert merge("--adapter", adapter, "--out", out, "--model_name", base) == 0

@@ -5,7 +5,7 @@ Imports neither torch nor PEFT, so that options are checked quickly.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,9 +165,18 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
     try:
         with safe_open(path, framework="numpy") as file:
             names = {_plain(name): name for name in file.keys()}  # noqa: SIM118
+            twice = repeated(names)
+            names = {plain: name for plain, name in names.items() if plain not in twice}
             return names, {plain: tuple(file.get_slice(name).get_shape()) for plain, name in names.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
+
+
+def repeated(names: Collection[str]) -> set[str]:
+    """What PEFT writes a second time of `modules_to_save` where the vocabulary has grown: beside X.weight its own names
+    of it, and the base's."""
+    parts = (".modules_to_save.", ".original_module.")
+    return {name for name in names for part in parts if part in name and _plain(name.replace(part, ".")) in names}
 
 
 def _plain(name: str) -> str:
