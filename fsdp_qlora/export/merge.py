@@ -34,14 +34,7 @@ from fsdp_qlora.export.card import Base, merged_documents
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
 from fsdp_qlora.model.adapters.first_values import subtract_product
 from fsdp_qlora.model.adapters.insert import LoraOptions, reduces_base
-from fsdp_qlora.model.adapters.peft_folder import (
-    PREFIX,
-    read_config,
-    read_header,
-    repeated,
-    tensor_differences,
-    weights_file,
-)
+from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
@@ -88,10 +81,7 @@ def open_adapter(path: Path) -> PeftFolder:
         raise UserError(f"--adapter {path}: its adapter_config.json cannot be used ({error}).") from error
     config.init_lora_weights = True
     config.inference_mode = True
-    files = WeightFiles(path, file=weights.name)
-    for name in repeated(files.files):
-        del files.files[name]
-    return PeftFolder(path, config, files)
+    return PeftFolder(path, config, WeightFiles(path, file=weights.name))
 
 
 @dataclass(frozen=True)
