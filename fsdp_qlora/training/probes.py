@@ -24,7 +24,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB
+from fsdp_qlora.utils.text import GIB, first_line
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -85,11 +85,20 @@ def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Ma
     Args:
         inputs: as for `probe_head_loss`.
     Raises:
-        UserError: the model's blocks tell each other more than hidden states.
+        UserError: the model's blocks tell each other more than hidden states, or refuse two batches in one.
     """
+    other_way = "Compute it before: --precompute_reference true."
     model.eval()
-    with reference.beside_policy():
-        beside = model(**inputs, use_cache=False).logits
+    try:
+        with reference.beside_policy():
+            beside = model(**inputs, use_cache=False).logits
+    except (RuntimeError, ValueError, IndexError) as error:
+        if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):  # of a lost rank, or of memory
+            raise
+        name = type(model).__name__.removeprefix("FSDP")
+        raise UserError(
+            f"{name} refuses a reference beside the model that trains ({first_line(error)}). {other_way}"
+        ) from error
     reshard_all(model)
     with as_at_start(adapted_layers(model)):
         alone = model(**inputs, use_cache=False).logits
@@ -98,7 +107,7 @@ def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Ma
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"The blocks of {type(model).__name__} tell each other more than hidden states, so a reference cannot pass "
-            "through them beside the model that trains. Compute it before: --precompute_reference true."
+            f"through them beside the model that trains. {other_way}"
         )
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.__main__ import main
 from tests.commands.test_generate import LENGTH, generate
 from tests.preferences.pairs import make_pairs
-from tests.tiny import flags, on_ranks, train_ok, write_rows
+from tests.tiny import flags, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -225,3 +225,14 @@ def test_reference_pass_keeps_no_graph() -> None:
     assert torch.equal(policy, beside)  # without adapters
     beside.sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.slow
+def test_a_model_that_refuses_two_batches_in_one_is_named(models: Models, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "sort", "chosen": " go", "rejected": " no"}) + "\n")
+    options = {"model_name": models("gpt_bigcode"), "dataset": path, "objective": "dpo", "train_type": "lora"}
+    argv = flags(output_dir=tmp_path / "out", context_length=64, log_to="stdout", **options)
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [2] and "refuses a reference beside the model that trains" in output
+    assert "--precompute_reference true" in output
