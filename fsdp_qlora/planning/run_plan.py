@@ -142,6 +142,13 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     if not model.meta.parts.towers:
         options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
+    if (rope := models.changing_rope(model.config)) and data.context_length > rope[1]:
+        log.warning(
+            "Rope type %s changes with the longest row of a batch once one has more than %d tokens. What a row teaches "
+            "then depends on the rows beside and before it, and a resumed or evaluated run differs. --context_length "
+            "%d avoids that.",
+            rope[0], rope[1], rope[1],
+        )  # fmt: skip
     return dataclasses.replace(config, context_length=data.context_length), data
 
 
