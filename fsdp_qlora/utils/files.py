@@ -61,7 +61,7 @@ def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, f
             raise OSError(errno.EINVAL, reason, str(path))
         return descriptor
 
-    return open(path, mode, opener=opener)
+    return open(path, mode, opener=opener, encoding=None if "b" in mode else "utf-8")
 
 
 def read_named(path: Path, most_bytes: int | None = None) -> bytes:

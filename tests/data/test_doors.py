@@ -8,9 +8,10 @@ import pytest
 
 from fsdp_qlora.data.content import BadRow
 from fsdp_qlora.data.text.images import keep_all
+from fsdp_qlora.data.text.templates import find_template
 from fsdp_qlora.training.rl import rewards
 from fsdp_qlora.training.rl.source import truncate_rollouts
-from fsdp_qlora.utils.errors import TrainingError
+from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import open_named
 
 pytestmark = pytest.mark.quick
@@ -19,8 +20,10 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "an image of a row": lambda path: keep_all([path]),
     "a file of rewards": lambda path: rewards._run_file(path),
     "rollouts.jsonl": lambda path: truncate_rollouts(path, step=1),
+    "a prompt template": lambda path: find_template(str(path)),
     "the function for all doors": open_named,
 }
+REFUSALS = (OSError, BadRow, TrainingError, UserError)
 KINDS: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
@@ -33,7 +36,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("door", DOORS)
 def test_a_door_refuses_what_is_no_file(door: str, kind: str, tmp_path: Path) -> None:
     KINDS[kind](path := tmp_path / "named.png")
-    with pytest.raises((OSError, BadRow, TrainingError), match=r"it is|is no image|a directory|symbolic"):
+    with pytest.raises(REFUSALS, match=r"it is|is no image|a directory|symbolic"):
         DOORS[door](path)
 
 

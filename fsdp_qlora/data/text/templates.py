@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fsdp_qlora.data.content import Chat, Fields, Segment
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import open_named
 
 # Names in braces that a template may have -> the field of `Fields`. What else is in braces is text.
 PLACEHOLDERS = {
@@ -133,7 +134,8 @@ def find_template(name: str | None) -> ChosenTemplate:
         return ChosenTemplate(name, chat=CHAT_TEMPLATES[name])
     path = Path(name).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_named(path, "r") as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         names = ", ".join([*TEMPLATES, *CHAT_TEMPLATES, CHAT])
