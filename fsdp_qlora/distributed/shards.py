@@ -31,7 +31,8 @@ def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
 
 def timeout_of_world() -> datetime.timedelta:
     """The timeout of the group of all ranks. torch gives 30 minutes to other groups, whatever that of the world is."""
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    return options._timeout if options else dist.distributed_c10d.default_pg_timeout  # torch's fake group has none
 
 
 def shard_size(mesh: DeviceMesh) -> int:
