@@ -222,7 +222,7 @@ class Stops:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> None:
         named = getattr(model.generation_config, "eos_token_id", None)
         ends = named if isinstance(named, list) else [named]
-        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1]  # of "<|end|>\n<|endoftext|>"
+        first = tokenizer(text, add_special_tokens=False)["input_ids"][:1] if text else []  # of "<|end|>\n<|eos|>"
         marks = [token for token in first if token in tokenizer.added_tokens_decoder]
         self.tokens = {token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None}
         self._tokenizer, self.text = tokenizer, text
