@@ -75,7 +75,7 @@ def json_columns(path: Path) -> tuple[Path, list[dict[str, Any]]]:
     if path.suffix:
         table.to_parquet(path)
     else:
-        table.save_to_disk(path)
+        table.save_to_disk(str(path))  # older fsspec takes no Path
     return path, rows
 
 
