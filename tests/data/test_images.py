@@ -69,7 +69,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an answer": ({"messages": [*ask("who?")[:1], {**SAY, "content": [{**PLACE, "image": "a.png"}]}]}, "an answer has an image"),
     "base64": ({"messages": ask([{**PLACE, "image": "data:,e"}])}, "turn 1: an image is not base64"),
     "no room": ({"messages": [*ask("who?"), *ask("so " * 150 + "<image>")], "images": ["a.png"]}, "no room for a response"),
-    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, .*it is not a file but a pipe"),
+    "a pipe": ({"messages": ask("<image>who?"), "images": ["pipe.png"]}, "pipe.png cannot be read, .*it is not a file but a folder, a pipe"),
     "a device": ({"messages": ask("<image>who?"), "images": ["/dev/zero"]}, "/dev/zero cannot be read, .*it is not a file but"),
     "a link to one": ({"messages": ask("<image>who?"), "images": ["zero.png"]}, "zero.png cannot be read, .*it is not a file but"),
     "of the kernel": ({"messages": ask("<image>who?"), "images": ["/proc/kmsg"]}, "/proc/kmsg cannot be read, or is no image"),

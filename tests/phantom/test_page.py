@@ -15,7 +15,8 @@ def test_the_example_of_the_page_prints_the_losses_of_the_cpu(kind, tmp_path):
     page = (ROOT / "docs/stand_in.md").read_text()
     [code] = re.findall(r"^    import os\n(?:    .*\n|\n)+", page, re.MULTILINE)
     script = tmp_path / "example.py"
-    script.write_text(textwrap.dedent(code))
+    # gloo's threads hang the end of one in ten such processes of torch 2.11, where the losses are long there.
+    script.write_text(textwrap.dedent(code) + 'if device.type == "cpu":\n    sys.stdout.flush()\n    os._exit(0)\n')
     losses = []
     for device, settings in (("cuda", {"PHANTOM_VALUES": 1}), ("cpu", {"CUDA_VISIBLE_DEVICES": ""})):
         ended = run([script, device, kind], tmp_path / device, ranks=2, settings=settings)
