@@ -103,8 +103,7 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 
 def _lines(rollouts: Sequence[Rollout]) -> bytes:
-    texts = (json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts)
-    return "".join(texts).encode()
+    return "".join(json.dumps(rollout.to_json(), ensure_ascii=False) + "\n" for rollout in rollouts).encode()
 
 
 def mark_of(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -192,6 +191,8 @@ class Rollouts:
             lacks answers. RunStopped: the ranks have agreed to stop.
         """
         rollouts, group_size = self._kept(first), schedule.num_generations
+        if position and position != mark_of(rollouts):  # older checkpoints have no mark
+            rollouts = []
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
             started = time.perf_counter()
             generation, iteration = divmod(step, schedule.num_iterations)
@@ -202,9 +203,7 @@ class Rollouts:
                 peak = gather_numbers([release_cached_memory(self.ranks.device)], torch.device("cpu")).max().item()
                 memory = {"generation_memory_gib": round(peak, 3)} if peak else {}
                 position = mark_of(rollouts)
-            elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows) or (
-                position not in ({}, mark_of(rollouts))  # older checkpoints have no mark
-            ):
+            elif [rollout.step for rollout in rollouts] != [step - iteration + 1] * len(rows):
                 raise TrainingError(
                     f"rollouts.jsonl lacks answers that step {step + 1} learns from, or has others than those of the "
                     "checkpoint. Restore it, or resume from the checkpoint of a step that is a multiple of "
