@@ -93,6 +93,14 @@ class Size(NamedTuple):
         """Size of the queries of a token."""
         return self.shapes.heads * self.shapes.head_dim
 
+    def decoded(self, tokens: float) -> float:
+        """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens it gets."""
+        return self.linear + self.mixture.weights * (self.mixture.hit(tokens) / self.mixture.chosen - 1)
+
+    def products(self, tokens: float) -> float:
+        """Products that the host launches for the experts of a pass, one by one where they are quantized."""
+        return self.mixture.hit(tokens) * self.mixture.parameters * (self.decoding > 0)
+
 
 def count_work(
     size: Size,
@@ -115,15 +123,12 @@ def count_work(
     per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
     attention = (3.5 + again) * 2 * size.attended * size.blocks * micro_batch.squares
-    # Each expert that is hit is decoded, however many tokens it gets.
-    experts, hit = size.mixture, size.mixture.hit(micro_batch.tokens)
-    decoded = size.linear + experts.weights * (hit / experts.chosen - 1)
-    decoding = passes * size.decoding * decoded
+    decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
     elementwise = micro_batch.tokens * size.blocks * size.shapes.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
-    products = passes * hit * experts.parameters * (size.decoding > 0)
+    products = passes * size.products(micro_batch.tokens)
     operations, memory = micro_batch.tokens * per_token + attention, decoding + elementwise
     return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
 
@@ -171,10 +176,8 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
     gathered: whether weights stay gathered from pass to pass.
     """
     size, num_shards = size_of(plan.model.meta.parts), plan.layout.num_shards
-    experts, hit = size.mixture, size.mixture.hit(tokens)
-    weights = size.linear + experts.weights * (hit / experts.chosen - 1)
-    memory = weights * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    host = size.blocks * _BLOCK_SECONDS + hit * experts.parameters * (size.decoding > 0) * _PRODUCT_SECONDS
+    memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    host = size.blocks * _BLOCK_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
     moved = 0 if gathered or not plan.layout.frees_blocks else size.stored * (num_shards - 1) / num_shards
     moved += size.stored / num_shards * plan.placement.offload.blocks / size.blocks
     return max(host, memory, moved / (gpu.link * 1e9))
