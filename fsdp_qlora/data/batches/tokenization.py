@@ -222,11 +222,12 @@ def encode(
         # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
         starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.kind == "document" else range(1)
         num_cut = 0 if row.kind == "document" else len(ids[context_length:])
-        if num_cut and np.isin(ids[context_length:], row.image_ids).any():
-            learned[:] = False  # a part of an image says nothing
-        reason = IMAGE_TOKEN if row.image_ids and np.isin(ids, row.image_ids).sum() != row.num_image_ids else ""
-        if reason:
-            learned[:] = False
+        reason = ""
+        if row.image_ids:
+            of_image = np.isin(ids, row.image_ids)
+            reason = IMAGE_TOKEN if of_image.sum() != row.num_image_ids else ""
+            if reason or (num_cut and of_image[context_length:].any()):
+                learned[:] = False  # a part of an image says nothing
         for start in starts:
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
