@@ -5,6 +5,7 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type i
 conflicts.py lists the options that exclude each other.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -366,6 +367,11 @@ class TrainConfig:
         row = OBJECTIVES[self.objective]
         loss_type = row.loss_types[0] if self.loss_type == "auto" else self.loss_type
         return {"beta": row.beta if self.beta is None else self.beta, "loss_type": loss_type}
+
+    @property
+    def hang_seconds(self) -> float:
+        """The limit of waits for servers and reward functions: `hang_minutes`, as far as a clock can wait."""
+        return min(60 * self.hang_minutes or math.inf, 1e7)
 
     @property
     def context_size(self) -> int:

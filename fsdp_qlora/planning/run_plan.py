@@ -91,8 +91,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     machine.data_size(config.context_size)  # before any long work
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
-    seconds = 60 * config.hang_minutes or 1e7  # 0 is no limit
-    scorer = Scorer(config.rewards, zero_on_error=config.on_reward_error == "zero", seconds=seconds)
+    scorer = Scorer(config.rewards, zero_on_error=config.on_reward_error == "zero", seconds=config.hang_seconds)
     scored_by = scorer.start() if ranks.is_rank_0 else []
     named_questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     questions = tuple(question for _, question in named_questions)

@@ -71,14 +71,10 @@ def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dis
 
 def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
     """Say which tensors of the model's files a result of all weights will lack."""
-    if weights.left_out and config.kind.trains == "all":
-        log.warning(
-            "train_type full: the result will lack tensors of %s that %s does not build: %s (%d in all)",
-            config.model_name,
-            type(plan.meta.model).__name__.removeprefix("FSDP"),
-            ", ".join(weights.left_out[:3]),
-            len(weights.left_out),
-        )
+    if (names := weights.left_out) and config.kind.trains == "all":
+        kind, some = type(plan.meta.model).__name__.removeprefix("FSDP"), ", ".join(names[:3])
+        text = "train_type full: the result will lack tensors of %s that %s does not build: %s (%d in all)"
+        log.warning(text, config.model_name, kind, some, len(names))
 
 
 def open_weights(plan: ModelPlan) -> Weights:
@@ -282,7 +278,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
         assert adapter is not None
         values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
         return ServerEngine(
-            Server(config.rollout_url, (config.model_name, config.base_name), 60 * config.hang_minutes or 1e7),
+            Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
             lambda folder: save_adapter(model, adapter, None, folder, values=values),
             adapters,
             trainer.ranks,

@@ -52,7 +52,6 @@ _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk m
 _PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
 _HEADERS = {"Content-Type": "application/json"}
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
-_LONGEST_SECONDS = 1e7  # that a clock can wait
 _LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
 _IN_FLIGHT = 128  # requests at a time, which the server batches
 _MOST_BYTES = 2**20  # of an answer, and of one to a prompt besides
@@ -148,7 +147,7 @@ class Server:
     """
 
     def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
-        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), min(patience, _LONGEST_SECONDS)
+        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), patience
         self._bases = [base for base in bases if base]
         self._answered_at, self._away_since, self._said = awake(), 0.0, ""
         self._noting, self._loading = threading.Lock(), threading.Lock()
