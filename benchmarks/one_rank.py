@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PretrainedConfig
 
-from benchmarks.common import RandomWeights
 from fsdp_qlora.distributed.process_group import start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import fsdp_modules
@@ -39,27 +37,6 @@ def limit_memory(memory_gib: float) -> None:
     if memory_gib and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / total), 0)
-
-
-class RepeatedWeights(RandomWeights):
-    """Random weights of which each rank has the same part, so that what this rank gathers is the whole tensor."""
-
-    def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, world_size: int = 2
-    ) -> None:
-        self.world_size = world_size
-        super().__init__(config, dtype, device)
-
-    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor, on the device."""
-        period = self.shape(name).numel() // self.world_size
-        pieces = []
-        while start < stop:
-            first = start % period
-            count = min(stop - start, period - first)
-            pieces.append(super().read_flat(name, first, first + count))
-            start += count
-        return torch.cat(pieces)
 
 
 class _OwnPart:

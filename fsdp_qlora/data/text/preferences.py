@@ -17,12 +17,10 @@ SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 # Prompts that are filled into a template, as where texts are rows.
 INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
-# The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
 CHATS = ("conversations", "messages")  # of which the answers at the end are none
+# The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
 PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "messages", "input")
 _UNUSED = {"input": "context", "tools": "functions"}  # what may be beside a prompt, and its other name
-
-
 # Two letters or digits, or an accent behind one, of scripts that have blanks between words.
 _WITHIN_WORD = re.compile(r"[^\W\u0e00-\U0010ffff][^\W\u0e00-\U0010ffff]|.[\u0300-\u036f]", re.DOTALL)
 

@@ -273,8 +273,7 @@ def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callab
 
 
 def _run_file(path: Path) -> tuple[ModuleType, str]:
-    """Import a file as a module that imports those beside it, and that dataclasses and other processes find. Returns
-    the hash of the file, too."""
+    """Import a file as a module that finds those beside it, and dataclasses and pools find it; also the file's hash."""
     name = path.stem
     while name in sys.modules or name in sys.stdlib_module_names:
         name += "_"
