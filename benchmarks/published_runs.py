@@ -19,7 +19,7 @@ from typing import Any
 # So that it runs from a clone that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fsdp_qlora.model.architecture.attention import Shapes
+from fsdp_qlora.model.architecture.shapes import BlockShape
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
 from fsdp_qlora.planning.speed import MicroBatchSize, Size, count_work, seconds
@@ -56,7 +56,7 @@ def size_of(row: dict[str, Any]) -> Size:
     ends = 4 * vocabulary * hidden  # that program gathers embeddings and head with the blocks
     stored = int(linear * _BYTES[row["train_type"]]) + ends
     decoding = {"qlora": Bnb4bitWeight.decoding_bytes, "gptq": _GPTQ_BYTES}.get(row["train_type"], 0.0)
-    shapes = Shapes(hidden, heads, groups, 128)
+    shapes = (BlockShape(hidden, heads, groups, 128),) * blocks
     trains_all = row["train_type"] == "full"
     return Size(blocks, shapes, linear, vocabulary * hidden, adapter, stored, decoding, trains_all)
 

@@ -18,6 +18,7 @@ from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
 
@@ -179,7 +180,7 @@ def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any])
     model: PreTrainedModel = parts.model
     embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
     dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
-    tokens, hidden = told["position_ids"].shape[1], model.config.get_text_config().hidden_size
+    tokens, hidden = told["position_ids"].shape[1], block_shapes(model.config)[0].hidden
     inputs: list[_Inputs] = []
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

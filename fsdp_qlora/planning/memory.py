@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.fit import Placement
@@ -143,7 +144,7 @@ class _Estimate:
         self.parts, self.blocks, self.step = parts, blocks, step
         self.reduces_each = step.has_micro_batches and not step.placement.accumulates
         embedded: Any = parts.embedding.weight
-        self.vocabulary, self.width = len(embedded), parts.model.config.get_text_config().hidden_size
+        self.vocabulary, self.width = len(embedded), block_shapes(parts.model.config)[0].hidden
         dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
         self.hidden = step.num_tokens * self.width * dtype.itemsize
         self.trained = [self._trained_weights(block) for block in parts.blocks]

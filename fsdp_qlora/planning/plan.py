@@ -1,6 +1,7 @@
 """Plans a model before a weight is read: builds it on the meta device as the train type says, and checks it."""
 
 import logging
+import math
 import os
 import re
 from collections import Counter
@@ -22,8 +23,9 @@ from fsdp_qlora.distributed.store import download_once
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import Shapes, can_share, choose, describe_kernel, packing_blocker
+from fsdp_qlora.model.architecture.attention import can_share, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.architecture.token_mixers import has_convolution
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
@@ -348,5 +350,5 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
 
 def sizes_that_divide_heads(parts: ModelParts) -> list[int]:
     """The numbers of ranks that can share the heads of queries equally, ascending; the last is that of the heads."""
-    heads = Shapes.of(parts.model.config).heads
+    heads = math.gcd(*(shape.heads for shape in block_shapes(parts.model.config)))
     return [size for size in range(1, heads + 1) if heads % size == 0]

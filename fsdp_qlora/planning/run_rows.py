@@ -12,7 +12,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule, epoch_order
 from fsdp_qlora.data.run_data import RunData
-from fsdp_qlora.model.architecture.attention import Shapes, can_share
+from fsdp_qlora.model.architecture.attention import can_share
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.planning.fit import with_margin, without_margin
 from fsdp_qlora.planning.gpus import Gpu
@@ -181,7 +182,7 @@ def plan_generation(
     room = sum(memory.phases[memory.peak].values()) + memory.overhead
     room = room if model.machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
     itemsize = model.precision.compute_dtype.itemsize
-    answer_bytes = _bytes_of_answer(model.meta.model.config.get_text_config(), longest, most_new, itemsize)
+    answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
     at_a_time, gathered = min(per_rank, max(1, room // answer_bytes)), 0
     if layout.num_shards > 1 and layout.frees_blocks and not placed.placement.offload.blocks:
@@ -204,10 +205,13 @@ def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, items
 
     The stand-in for CUDA reserves 59 to 96% of it for 8 to 128 answers of an 8B with 12 blocks.
     """
-    hidden, _, groups, head_dim = Shapes.of(config)
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    cache = 2 * config.num_hidden_layers * groups * head_dim * itemsize
-    prompt = tokens - most_new
-    at_prompt = prompt * (cache + (4 * hidden + 3 * inner) * itemsize + (1 + itemsize) * prompt)
-    at_end = tokens * cache * (1 + _GROWING / config.num_hidden_layers)
-    return int(max(at_prompt, at_end) + _COPIES * 4 * config.vocab_size)
+    shapes, prompt = block_shapes(config), tokens - most_new
+    hidden, inner = shapes[0].hidden, max(shape.inner for shape in shapes)
+
+    def caches(tokens: int) -> list[int]:
+        seen = [min(shape.window or tokens, tokens) * shape.has_keys for shape in shapes]
+        return [2 * itemsize * n * shape.groups * shape.head_dim for n, shape in zip(seen, shapes, strict=True)]
+
+    at_prompt = sum(caches(prompt)) + prompt * ((4 * hidden + 3 * inner) * itemsize + (1 + itemsize) * prompt)
+    at_end = sum(caches(tokens)) + _GROWING * max(caches(tokens))
+    return max(at_prompt, at_end) + _COPIES * 4 * config.get_text_config().vocab_size

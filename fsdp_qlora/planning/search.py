@@ -24,6 +24,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture.chunking import count_pieces
 from fsdp_qlora.model.architecture.fused import Mlp
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.fit import fit, with_margin
@@ -78,13 +79,13 @@ class PlanReport:
     def details(self) -> Iterator[str]:
         """Lines about how long rows are computed, where they are divided."""
         parts, memory, num_tokens = self.placed.model.meta.parts, self.placed.memory, self.placed.step.num_tokens
-        hidden = parts.model.config.get_text_config().hidden_size
+        hidden = block_shapes(parts.model.config)[0].hidden
         mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
         pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
         if memory.recomputing and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
         if (ranks := self.placed.layout.context_size) > 1:
-            sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks)))
+            sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)))
             yield f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and pass"
 
     def chart(self) -> Iterator[str]:

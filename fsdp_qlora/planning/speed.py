@@ -7,7 +7,7 @@ runs of other programs, which decided less, the median is 10%.
 import math
 from typing import NamedTuple
 
-from fsdp_qlora.model.architecture.attention import Shapes
+from fsdp_qlora.model.architecture.shapes import BlockShape, block_shapes
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
@@ -54,6 +54,10 @@ class MicroBatchSize(NamedTuple):
     squares: float
     useful: float
 
+    def seen(self, window: int | None) -> float:
+        """Twice the pairs of tokens of which one sees the other."""
+        return min(self.squares, 2 * self.tokens * window) if window else self.squares
+
 
 class Mixture(NamedTuple):
     """The experts of a layer, of which each token chooses some.
@@ -79,7 +83,7 @@ class Size(NamedTuple):
     """
 
     blocks: int
-    shapes: Shapes
+    shapes: tuple[BlockShape, ...]
     linear: int
     head: int
     adapter: int
@@ -87,11 +91,6 @@ class Size(NamedTuple):
     decoding: float
     trains_all: bool = False
     mixture: Mixture = Mixture(0, 1, 0, 0)
-
-    @property
-    def attended(self) -> int:
-        """Size of the queries of a token."""
-        return self.shapes.heads * self.shapes.head_dim
 
     def decoded(self, tokens: float) -> float:
         """Weights of the blocks that a pass decodes: each expert that is hit, however many tokens it gets."""
@@ -122,9 +121,9 @@ def count_work(
     passes = 2 + again + size.trains_all  # forward, again, gradients of inputs, and of weights
     per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
-    attention = (3.5 + again) * 2 * size.attended * size.blocks * micro_batch.squares
+    attention = (3.5 + again) * 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
     decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
-    elementwise = micro_batch.tokens * size.blocks * size.shapes.hidden * 2 * _PASSES * (3 + again) / 4
+    elementwise = micro_batch.tokens * size.blocks * size.shapes[0].hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
@@ -134,11 +133,11 @@ def count_work(
 
 
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
-    """Bytes that a rank sends for the attention of a block, forward or backward: of its tokens, to the other ranks.
+    """Bytes that a rank sends for the attention of all blocks, forward or backward: of its tokens, to the other ranks.
 
     Queries and outputs of all heads, keys and values of as many as the ranks need (distributed/context.py), in 16 bits.
     """
-    heads = size.attended + math.lcm(size.shapes.groups, num_ranks) * size.shapes.head_dim
+    heads = sum(shape.attended + math.lcm(shape.groups, num_ranks) * shape.head_dim for shape in size.shapes)
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
 
 
@@ -165,7 +164,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
         frees_blocks=plan.layout.frees_blocks,
         references=references,
     )
-    exchanged = (2 + again + references) * size.blocks * exchanged_bytes(size, share.tokens, ranks)
+    exchanged = (2 + again + references) * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(link=work.link + exchanged)
     return micro_batch.useful / seconds(work, gpu)
 
@@ -186,7 +185,8 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
 def size_of(parts: ModelParts) -> Size:
     """The size of a built model; of a mixture's experts those that work on a token."""
     kinds = [item for block in parts.blocks for item in parts.kinds(block).items()]
-    active = getattr(parts.model.config.get_text_config(), "num_experts_per_tok", None)
+    shapes = block_shapes(parts.model.config)
+    active = max(shape.chosen for shape in shapes)
     # A convolution's shape has three sizes too.
     routed = [shape for shape in parts.matrices if active and len(shape) == 3 and shape[1] > 1]
     experts = max((shape[0] for shape in routed), default=0)
@@ -195,7 +195,7 @@ def size_of(parts: ModelParts) -> Size:
     weights = sum(chosen * math.prod(shape[1:]) for shape in routed)
     return Size(
         blocks=len(parts.blocks),
-        shapes=Shapes.of(parts.model.config),
+        shapes=shapes,
         linear=sum(map(math.prod, parts.matrices)) - sum(map(math.prod, routed)) + weights,
         mixture=Mixture(experts, chosen, len(routed), weights),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]

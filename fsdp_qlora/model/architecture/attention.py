@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.precision import autocast_kind
+from fsdp_qlora.model.architecture.shapes import any_layer_has, block_shapes
 
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
 FLASH = "flash_attention_2"
@@ -35,26 +36,6 @@ FLASH = "flash_attention_2"
 SDPA, SDPA_REPEATED, VARLEN, EAGER = (f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "eager"))
 _SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, FLASH: FLASH, "eager": EAGER}
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
-
-
-class Shapes(NamedTuple):
-    """The sizes of a text model, which are the same in all of its blocks.
-
-    heads: heads of queries. groups: heads of keys and values. head_dim: size of a head of queries.
-    """
-
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> "Shapes":
-        """Read a configuration. A model without attention counts as one head."""
-        text = config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None) or 1
-        groups = getattr(text, "num_key_value_heads", None) or heads
-        return cls(text.hidden_size, heads, groups, getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
@@ -73,9 +54,16 @@ def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool) -> str:
-    """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or math."""
-    _, heads, groups, head_dim = Shapes.of(config)
-    groups = heads if repeated else groups
+    """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or math.
+
+    Of the kernels of all blocks the one that needs most memory.
+    """
+    sizes = {(shape.heads, shape.heads if repeated else shape.groups, shape.head_dim) for shape in block_shapes(config)}
+    found = {_kernel_of(*size, dtype, device) for size in sizes}
+    return next(name for name in ("math", "memory-efficient", "flash") if name in found)
+
+
+def _kernel_of(heads: int, groups: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
     query = torch.empty(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     params = SDPAParams(query, key, key, None, 0.0, True, groups != heads)
@@ -109,11 +97,10 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     own = config._attn_implementation
     name = _SAME.get(own)
     replaces = requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
-    text = config.get_text_config()
-    needs_more = any(getattr(text, setting, None) for setting in ("attn_logit_softcapping", "attention_dropout"))
-    if replaces and not needs_more:  # neither of which torch's kernel has
+    # Torch's kernel has neither.
+    if replaces and not any_layer_has(config, "attn_logit_softcapping", "attention_dropout"):
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
-        takes_heads = Shapes.of(config).head_dim % 8 == 0
+        takes_heads = all(shape.head_dim % 8 == 0 for shape in block_shapes(config))
         name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
     _register()
     return name

@@ -34,6 +34,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.model.architecture.attention import choose_sdpa
+from fsdp_qlora.model.architecture.shapes import any_layer_has
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, why_not_writable
 
@@ -237,7 +238,7 @@ def _attention_candidates(
     fits_flash = has_flash and compute_dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
     flash = ["flash_attention_2"] if fits_flash else []
     # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
-    sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else [best_sdpa]
+    sdpa = [] if any_layer_has(config, "attn_logit_softcapping") else [best_sdpa]
     return [*flash, *sdpa, "eager"]
 
 
