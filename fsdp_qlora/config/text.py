@@ -17,6 +17,7 @@ from yaml.composer import ComposerError
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import open_named
 from fsdp_qlora.utils.redact import redact_values
 
 SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
@@ -152,9 +153,7 @@ def read_options(path: Path, name: str, *, may_be_pipe: bool = False) -> str:
         OSError, UnicodeDecodeError, UserError: it cannot be read, might never end, or is too large.
     """
     is_pipe = may_be_pipe and path.resolve().name.startswith("pipe:[")
-    if path.exists() and not path.is_file() and not is_pipe:
-        raise UserError(f"{name} is not a regular file. Write the options to a file and give its path.")
-    with path.open("rb") as file:
+    with path.open("rb") if is_pipe else open_named(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise UserError(f"{name} has more than {_MOST_BYTES:,} bytes, and options are a few lines.")

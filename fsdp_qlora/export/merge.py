@@ -6,7 +6,6 @@ experts; A [rank, in], B [out, rank].
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import sys
 import warnings
@@ -477,7 +476,7 @@ def _write_weights(merged: MergedModel, folder: Path) -> None:
 
 def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     """The base's config.json as the merged model needs it."""
-    content: dict[str, Any] = json.loads((merge.folder / "config.json").read_text(encoding="utf-8"))
+    content = read_json(merge.folder / "config.json")
     text = content.get("text_config", content)
     if merge.is_decoded:
         content.pop("quantization_config", None)

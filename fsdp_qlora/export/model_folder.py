@@ -25,7 +25,7 @@ from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import free_disk, refusal_named, staged_folder
+from fsdp_qlora.utils.files import free_disk, read_json, refusal_named, staged_folder
 from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 from fsdp_qlora.utils.text import format_bytes
 
@@ -134,7 +134,7 @@ def quantize_model(
             "transformers cannot."
         )
     weights = match_tensors(model, weight_files)
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content = read_json(folder / "config.json")
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,

@@ -126,7 +126,7 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
     """adapter_config.json as PEFT writes it, but with its sets in order: the same file for the same adapter."""
     config.save_pretrained(str(folder))
     path = folder / "adapter_config.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     for name, value in vars(config).items():
         if isinstance(value, set):
             content[name] = sorted(value)
@@ -412,5 +412,5 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     for prefix in ("", f"{BEST}/"):
         result = folder / prefix / RESULT
         if result.is_file():
-            for name in json.loads(result.read_text())["files"]:
+            for name in read_json(result)["files"]:
                 yield prefix + name, folder / prefix / name

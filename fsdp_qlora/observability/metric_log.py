@@ -24,7 +24,7 @@ from tqdm import tqdm
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.observability.sinks import Sink, SinkOptions, TensorBoardSink, WandbSink
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import staged_file
+from fsdp_qlora.utils.files import read_named, staged_file
 from fsdp_qlora.utils.records import Record, numbers_in, parse_record, plain
 from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE
 
@@ -238,7 +238,7 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     if not path.exists():
         return
     kept, num_damaged = [], 0
-    for line in path.read_bytes().split(b"\n")[:-1]:  # without a line that a crash has left unfinished
+    for line in read_named(path).split(b"\n")[:-1]:  # without a line that a crash has left unfinished
         record = parse_record(line)
         if record is None:
             num_damaged += 1

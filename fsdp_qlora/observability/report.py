@@ -25,7 +25,7 @@ from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import read_json, refusal_named, staged_file, write_json
+from fsdp_qlora.utils.files import open_named, read_json, read_named, refusal_named, staged_file, write_json
 from fsdp_qlora.utils.records import numbers_in, plain, read_records
 from fsdp_qlora.utils.redact import redact, redact_values
 from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, STATUS
@@ -166,7 +166,7 @@ def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_bytes())
+        settings = yaml.safe_load(read_named(path))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
@@ -186,7 +186,7 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     """Three answers of rollouts.jsonl as samples: of its beginning, its middle and its end. The file may be large."""
     lines = []
     damaged = (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError)
-    with contextlib.suppress(*damaged), path.open("rb") as file:
+    with contextlib.suppress(*damaged), open_named(path) as file:
         lines += [file.readline()]
         file.seek(path.stat().st_size // 2)
         lines += [file.readline(), file.readline()][1:]
@@ -269,8 +269,8 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
 def _is_ours(path: Path) -> bool:
     if not path.is_file():
         return False
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return _MARK in file.read(200)
+    with open_named(path) as file:
+        return _MARK.encode() in file.read(200)
 
 
 def write_at_end(folder: Path, *, state: str | None) -> None:

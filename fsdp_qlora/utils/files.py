@@ -33,8 +33,8 @@ class FileRecord(NamedTuple):
 
 def record_of(path: Path) -> FileRecord:
     """The size and hash of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
+    with open_named(path) as file:
+        digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]
         return FileRecord(file.tell(), digest.hexdigest())
 
 
@@ -69,6 +69,13 @@ def read_named(path: Path, most_bytes: int | None = None) -> bytes:
     with open_named(path, most_bytes=most_bytes) as file:
         content: bytes = file.read(os.fstat(file.fileno()).st_size)
         return content
+
+
+def refuse_pipes(folder: Path, option: str) -> None:
+    """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it would wait for that."""
+    for path in folder.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{option} {folder}: {path.name} is a pipe, a device or a socket. Put a file there.")
 
 
 def flush(path: Path) -> None:
@@ -167,7 +174,7 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if it does not exist or cannot be read."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_named(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -233,7 +240,7 @@ def file_identity(path: Path, *, samples: int) -> list[object]:
     stat = real.stat()
     if real.parent.name == "blobs":
         return [path.name, stat.st_size, real.name]
-    with real.open("rb") as file:
+    with open_named(real) as file:
         header_bytes = 8 + int.from_bytes(file.read(8), "little")
     digest = hashlib.sha256()
     _hash_samples(digest, real, head_bytes=header_bytes, samples=samples)
@@ -243,7 +250,7 @@ def file_identity(path: Path, *, samples: int) -> list[object]:
 def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
     """Add a file's beginning and `samples` pages, evenly spread over it, to a hash."""
     last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
-    with path.open("rb") as file:
+    with open_named(path) as file:
         digest.update(file.read(head_bytes))
         for sample in range(samples):
             file.seek(sample * last // (samples - 1))

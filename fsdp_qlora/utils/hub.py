@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, Repository
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import free_disk
+from fsdp_qlora.utils.files import free_disk, refuse_pipes
 from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
@@ -104,6 +104,7 @@ def find_model_folder(
     """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
+        refuse_pipes(folder, "model_name")
         return folder
     if folder.exists():
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_qlora.utils.files import read_named
+
 Record = Mapping[str, Any]
 
 
@@ -40,7 +42,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl or samples.jsonl without damaged lines; none if the file cannot be read."""
     try:
         # bytes.splitlines(): that of str also splits at U+2028 and others, which may be in JSON's strings.
-        lines = path.read_bytes().splitlines()
+        lines = read_named(path).splitlines()
     except OSError:
         return []
     return [record for line in lines if (record := parse_record(line)) is not None]

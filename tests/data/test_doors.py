@@ -1,18 +1,26 @@
 """Every door that opens a file which a row or an option names refuses what is no file, without waiting for it."""
 
+import ast
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import fsdp_qlora
+from fsdp_qlora.config.text import read_options
 from fsdp_qlora.data.content import BadRow
+from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.data.text.images import keep_all
 from fsdp_qlora.data.text.templates import find_template
+from fsdp_qlora.model.adapters.peft_folder import read_config
+from fsdp_qlora.training.generation.generate import read_questions
 from fsdp_qlora.training.rl import rewards
 from fsdp_qlora.training.rl.source import truncate_rollouts
 from fsdp_qlora.utils.errors import TrainingError, UserError
-from fsdp_qlora.utils.files import open_named
+from fsdp_qlora.utils.files import open_named, record_of
+from fsdp_qlora.utils.hub import find_model_folder
 
 pytestmark = pytest.mark.quick
 # Door -> how it opens a path.
@@ -21,7 +29,16 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "a file of rewards": lambda path: rewards._run_file(path),
     "rollouts.jsonl": lambda path: truncate_rollouts(path, step=1),
     "a prompt template": lambda path: find_template(str(path)),
+    "--prompts": read_questions,
+    "--config": lambda path: read_options(path, "it"),
+    "a file that is hashed": record_of,
     "the function for all doors": open_named,
+}
+# Door -> a file of a folder that it reads.
+FOLDERS: dict[Callable[[Path], object], tuple[str, ...]] = {
+    lambda folder: find_model_folder(str(folder), with_weights=True): ("config.json", "tokenizer.json"),
+    read_config: ("adapter_config.json", "README.md"),
+    lambda folder: find_source(str(folder)): ("state.json", "dataset_info.json"),
 }
 REFUSALS = (OSError, BadRow, TrainingError, UserError)
 KINDS: dict[str, Callable[[Path], object]] = {
@@ -40,6 +57,17 @@ def test_a_door_refuses_what_is_no_file(door: str, kind: str, tmp_path: Path) ->
         DOORS[door](path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_folder_with_a_pipe_is_refused_before_a_library_reads_it(kind: str, tmp_path: Path) -> None:
+    for number, (door, names) in enumerate(FOLDERS.items()):
+        (folder := tmp_path / str(number)).mkdir()
+        for name in (*names[:1], "a.arrow"):
+            (folder / name).write_text("{}")
+        KINDS[kind](folder / names[1])
+        with pytest.raises(UserError, match=f"{names[1]} is a pipe, a device or a socket"):
+            door(folder)
+
+
 def test_a_link_or_a_long_file_is_refused_where_that_is_asked(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"123")
     (tmp_path / "link").symlink_to("a")
@@ -49,3 +77,79 @@ def test_a_link_or_a_long_file_is_refused_where_that_is_asked(tmp_path: Path) ->
         open_named(tmp_path / "link", follow=False)
     with pytest.raises(OSError, match="more than"):
         open_named(tmp_path / "a", most_bytes=2)
+
+
+# --- no other door ---
+
+# Calls that open a file, of the library, of Python's and of the packages that it uses.
+OPENING = re.compile(
+    "open|read_text|read_bytes|open_code|FileIO|fromfile|memmap|genfromtxt|loadtxt|OSFile|memory_map|ParquetFile|mmap|"
+    "read_table|load_file|safe_open|from_pretrained|load_from_disk|load_dataset|get_processor_dict|load_image|ZipFile|"
+    "copytree|copyfile|copy2"
+)
+SELF = "open_named itself, or what it has opened"
+CHECKED = "refuse_pipes or is_file has looked before, as the library opens it by its name"
+PACKAGE, KERNEL, OWN = "comes with the package", "of the kernel", "a run or a cache has written it, or writes it now"
+# Reason -> the functions that open something otherwise than by open_named.
+OTHERWISE = {
+    SELF: """
+        utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet data.text.images:_decode
+        data.sources.files:count_parquet sharding.loading.weight_files:WeightFiles._read_into
+        sharding.loading.weight_files:_read_header
+    """,
+    CHECKED: """
+        checkpoint.train_state:StoredValues.__init__ checkpoint.train_state:_open_file data.batches.cache:read_cache
+        data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
+        data.text.image_processor:ImageProcessor.model_ids export.merge:open_adapter export.merge:write_merged
+        export.model_folder:new_model_folder export.save_results:SidecarFiles.write
+        model.adapters.peft_folder:read_header
+        model.architecture.models:_as_in_file model.architecture.models:load_config
+        model.architecture.models:load_tokenizer run.open_model:load_trained
+        sharding.loading.first_adapters:fill_from sharding.loading.first_adapters:load_subtracted_part
+    """,
+    "a dataset of the hub": "data.sources.source:hub_source data.sources.source:hub_stream",
+    "a pipe that the shell has opened": "config.text:read_options",
+    PACKAGE: """
+        commands.tools:configs config.other_names: config.text:describe_config export.card:_card planning.gpus:
+        observability.report:make_page planning.offers:
+    """,
+    KERNEL: """
+        distributed.supervision.clock:limit_memory distributed.supervision.launch:_torchrun_has_nproc
+        planning.placement:_cgroup_free training.rl.rewards:work utils.redact:_RedactedStream._dropped_if_lost
+       
+sharding.loading.weight_files:_buffer
+    """,
+    OWN: """
+        checkpoint.checkpoint:verify checkpoint.checkpoint:_read_manifest checkpoint.result:result_error
+        checkpoint.run_folder:_read sharding.loading.quant_cache:read_description
+        checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
+        observability.metric_log:copy_records
+        distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
+        distributed.supervision.watchdog:Watchdog._end_hanging observability.metric_log:JsonlSink.__init__
+        utils.files:flush utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
+        utils.safetensors_files:write_tensors
+    """,
+    "the user's own token, where the hub's client reads it": "utils.redact:_secrets",
+}
+
+
+def opening(node: ast.AST, place: str) -> Iterator[str]:
+    """The functions below a node that open a file by a call of `OPENING`."""
+    for child in ast.iter_child_nodes(node):
+        is_named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+        inner = f"{place}{'' if place.endswith(':') else '.'}{child.name}" if is_named else place
+        called = child.func if isinstance(child, ast.Call) else None
+        if OPENING.fullmatch(getattr(called, "attr", getattr(called, "id", ""))):
+            yield inner
+        yield from opening(child, inner)
+
+
+def test_no_other_function_opens_a_file() -> None:
+    root = Path(str(fsdp_qlora.__file__)).parent
+    found = {
+        place
+        for path in root.rglob("*.py")
+        for place in opening(ast.parse(path.read_text()), ".".join(path.relative_to(root).with_suffix("").parts) + ":")
+    }
+    sinks = {place for place in found if place.startswith("observability.sinks:")}  # Sink.open is no file
+    assert found - sinks == {place for places in OTHERWISE.values() for place in places.split()}

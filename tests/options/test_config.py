@@ -271,7 +271,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--batch_size 2 3", "--batch_size: expected one value, got 2: 2 3"),
         ("train", "Unexpected argument 'train'"),
         ("--config missing.yaml", "--config missing.yaml: cannot read it"),
-        ("--config /dev/zero", "--config /dev/zero is not a regular file"),
+        ("--config /dev/zero", "--config /dev/zero: cannot read it: it is not a file"),
         ("--output_dir out\udcff", r"--output_dir is not UTF-8 text: 'out\udcff'"),
         # Words of other trainers.
         ("--adapter qlora", "did you mean --train_type qlora?"),

@@ -216,5 +216,5 @@ def test_convert_reads_shell_pipes_and_refuses_named_pipes(tmp_path: Path) -> No
     os.close(reader)
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(UserError, match="not a regular file"):
+        with pytest.raises(UserError, match="it is not a file"):
             convert(path)

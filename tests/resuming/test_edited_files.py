@@ -18,7 +18,7 @@ from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry, list_entries
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
-from fsdp_qlora.utils import run_files
+from fsdp_qlora.utils import files, run_files
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.utils.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
@@ -109,6 +109,7 @@ def test_unreadable_checkpoints_are_retried_and_not_quarantined(
 
     with monkeypatch.context() as patch, pytest.raises(RunStopped, match=f"{os.strerror(number)}.*{name}") as stopped:
         patch.setattr(Path, "open", fails)
+        patch.setattr(files, "open_named", lambda path: fails(path, "rb"))
         begin(run)
     assert stopped.value.ending == ENDINGS["unreadable"] and stopped.value.ending.exit_code == 75
     assert sorted(run.rglob("*")) == before and begin(run).step == 5

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 
 from fsdp_qlora.data.content import MAX_ROW, BadRow, Row, most_row_bytes
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import record_of
+from fsdp_qlora.utils.files import open_named, record_of
 from fsdp_qlora.utils.text import first_line
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]
@@ -29,21 +29,21 @@ UNREAD = "not read"  # the value of a table's column that is not used
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
 
-def _open_zst(path: Path) -> Any:
+def _open_zst(packed: IO[bytes]) -> Any:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
+    return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"))
 
 
 # The last suffix of a packed file -> how it is opened.
-PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": _open_zst}
+PACKED: dict[str, Callable[[IO[bytes]], Any]] = {".gz": gzip.open, ".zst": _open_zst}
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
     """The content of a file, unpacked. Raises UserError where that is damaged."""
     try:
-        with PACKED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path) as file:
+        with open_named(path) as raw, PACKED.get(path.suffix.lower(), contextlib.nullcontext)(raw) as file:
             yield file
     except (EOFError, OSError, zlib.error) as error:
         if getattr(error, "errno", None) is not None:  # of the disk, not of the content

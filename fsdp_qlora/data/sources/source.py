@@ -31,7 +31,7 @@ from fsdp_qlora.data.sources.files import (
 )
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import fingerprint_files
+from fsdp_qlora.utils.files import fingerprint_files, refuse_pipes
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
 from fsdp_qlora.utils.text import first_line
 
@@ -203,6 +203,7 @@ def saved_source(path: Path, split: str | None) -> Source:
         path = path / name
     elif split is not None:
         raise UserError(f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}].")
+    refuse_pipes(path, "dataset")
     try:
         table = datasets.load_from_disk(str(path))
     except Exception as error:  # what it raises is not documented

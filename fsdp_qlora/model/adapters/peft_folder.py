@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_named, refuse_pipes
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "training.json"
 PREFIX = "base_model.model."  # begins the names of the tensors
@@ -101,6 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises UserError if it is missing, damaged, not for LoRA, or not supported."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
+    refuse_pipes(folder, "--adapter")
     config = _read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         raise UserError(f"--adapter {folder} has PEFT's type {config.get('peft_type')}; only LORA is supported.")
@@ -154,7 +156,7 @@ def _explain_folder(folder: Path) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_named(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--adapter: {path} cannot be read ({error}). Restore the file.") from error
     if not isinstance(content, dict):

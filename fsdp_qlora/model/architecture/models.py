@@ -36,7 +36,7 @@ from transformers.utils import HF_MODULES_CACHE
 from fsdp_qlora.model.architecture.attention import choose_sdpa
 from fsdp_qlora.model.architecture.shapes import any_layer_has
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import read_json, why_not_writable
+from fsdp_qlora.utils.files import read_json, read_named, why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -137,7 +137,7 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
             "written by `save_pretrained` or downloaded from the hub."
         )
     try:
-        content = dict(json.loads(path.read_text(encoding="utf-8")))
+        content = dict(json.loads(read_named(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
     model_type, has_code = content.get("model_type"), bool(content.get("auto_map"))

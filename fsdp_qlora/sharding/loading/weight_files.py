@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
 from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm, bytes_of
 
@@ -89,10 +90,10 @@ class WeightFiles:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
         try:
-            weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            weight_map: dict[str, str] = dict(json.loads(read_named(index))["weight_map"])
             names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
         if outside:
             raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
@@ -232,7 +233,7 @@ def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file. safetensors itself checks that the file is complete and consistent."""
     try:
-        with safe_open(path, framework="pt"), path.open("rb") as file:
+        with open_named(path) as file, safe_open(path, framework="pt"):
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:

@@ -38,7 +38,7 @@ from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import staged_file
+from fsdp_qlora.utils.files import read_named, staged_file
 from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.run_files import SAMPLES_FILE
@@ -127,7 +127,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], PromptContent]]:
         UserError: it cannot be read, or a row has no question.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split within strings of JSON
+        lines = read_named(path).decode("utf-8-sig").split("\n")  # splitlines() would split within strings of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
     questions = []
