@@ -22,6 +22,7 @@ from fsdp_qlora.model.adapters.insert import (
     select_targets,
     train_in_full,
 )
+from fsdp_qlora.model.architecture.attention import compute_rope_by_row
 from fsdp_qlora.model.architecture.fused import fuse_modules
 from fsdp_qlora.model.architecture.models import build_meta_model, read_directly
 from fsdp_qlora.model.architecture.precision import Precision
@@ -101,6 +102,7 @@ def build_model(
     route_experts(model)
     fuse_modules(model)
     keep_documents_apart(model)
+    compute_rope_by_row(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
         packed, options = layers.prequantized, dict(layers.quantizer)

@@ -23,7 +23,7 @@ from fsdp_qlora.distributed.store import download_once
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.architecture.attention import can_share, choose, describe_kernel, packing_blocker
+from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.architecture.token_mixers import has_convolution
@@ -326,6 +326,8 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
         return reason
     if not can_share(documents):
         return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
+    if rope := changing_rope(parts.model.config):
+        return f"its rope type {rope[0]} depends on the length of whole rows"
     owners = [module for block in parts.blocks for module in block.modules()]
     mixing = {type(module).__name__ for module in owners if has_convolution(module)}
     return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None

@@ -31,6 +31,7 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
 from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.attention import changing_rope
 from fsdp_qlora.model.model_parts import count_bytes
 from fsdp_qlora.observability.metric_log import refuse_sinks
 from fsdp_qlora.planning.gpus import Gpu, gpu_of
@@ -141,11 +142,10 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     if not model.meta.parts.towers:
         options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
-    if (rope := models.changing_rope(model.config)) and data.context_length > rope[1]:
+    if model.documents is None and (rope := changing_rope(model.config)) and data.context_length > rope[1]:
         log.warning(
-            "Rope type %s changes with the longest row of a batch once one has more than %d tokens. What a row teaches "
-            "then depends on the rows beside and before it, and a resumed or evaluated run differs. --context_length "
-            "%d avoids that.",
+            "Rope type %s changes with the longest row of a padded batch once one has more than %d tokens. "
+            "--batch_size 1 or --context_length %d avoids that.",
             rope[0], rope[1], rope[1],
         )  # fmt: skip
     return dataclasses.replace(config, context_length=data.context_length), data

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,16 +314,6 @@ def build_meta_model(
         model.config.use_cache = False
         return model
     raise AssertionError("no attention candidate")
-
-
-def changing_rope(config: PretrainedConfig) -> tuple[str, int] | None:
-    """A rope type whose frequencies depend on the longest row of a batch, and the length up to which they do not."""
-    text = config.get_text_config()
-    ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one, or one of each kind of layers
-        if isinstance(rope, Mapping) and (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
-            return kind, rope.get("original_max_position_embeddings") or text.max_position_embeddings
-    return None
 
 
 def most_positions(config: PretrainedConfig) -> int | None:

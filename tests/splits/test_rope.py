@@ -1,0 +1,70 @@
+"""Rope types whose frequencies depend on a row's length take that of each row alone, whatever is beside or before."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.reference import batch_loss, encode
+from tests.rounding import SGD
+from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+LENGTH = 150  # up to which the frequencies are those of any row; of 8 rows three are longer
+ROPES = {
+    "dynamic": ("llama", {"max_position_embeddings": LENGTH}, {}),
+    "longrope": ("phi3", {"original_max_position_embeddings": LENGTH, "pad_token_id": 0}, {
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": LENGTH
+    }),
+}  # fmt: skip
+
+
+def make(kind: str, models: Models) -> Path:
+    family, sizes, more = ROPES[kind]
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **more}
+    return models(family, rope_parameters=rope, **sizes)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("dynamic", marks=pytest.mark.slow), pytest.param("longrope", marks=pytest.mark.nightly)]
+)
+def test_losses_and_bytes_do_not_depend_on_neighbours(kind: str, models: Models, tmp_path: Path) -> None:
+    folder, rows = make(kind, models), make_rows(8)
+    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", rows), "num_epochs": 2, **SGD}
+    options |= {"train_type": "lora", "precision": "fp32", "context_length": 256}
+    alone, evaluated, stopped = (tmp_path / name for name in ("alone", "evaluated", "stopped"))
+    train_ok(1, evaluated, **options, batch_size=4, eval_dataset=options["dataset"], eval_steps=1)
+    options |= {"batch_size": 1, "gradient_accumulation_steps": 2}
+    train_ok(2, alone, **options)
+    assert read_metrics(evaluated) == pytest.approx(read_metrics(alone), rel=1e-5)
+
+    statuses, _ = run_ranks(
+        2, flags(output_dir=stopped, quant_cache="off", max_hours=1e-7, **options), tmp_path / "logs"
+    )
+    assert statuses == [3, 3] and len(read_metrics(stopped)) == 1
+    train_ok(2, stopped, **options)
+    adapter = "adapter_model.safetensors"
+    assert (stopped / adapter).read_bytes() == (alone / adapter).read_bytes()
+
+    documents = encode(folder, rows)
+    assert min(ids.shape[1] for ids, _ in documents) < LENGTH < max(ids.shape[1] for ids, _ in documents)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():  # the model keeps what a long row has changed
+        sums = [batch_loss(copy.deepcopy(model), [row]) * (row[1][:, 1:] != -100).sum() for row in documents]
+    mean = sum(sums).item() / sum(int((labels[:, 1:] != -100).sum()) for _, labels in documents)
+    assert read_metrics(evaluated, "eval_loss")[0] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.quick
+def test_rows_that_are_padded_or_divided_are_not_promised_that(models: Models, tmp_path: Path) -> None:
+    options = {"model_name": make("longrope", models), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
+    options |= {"train_type": "lora", "dry_run": True, "context_length": 256}
+    says = f"Rope type longrope changes with the longest row of a padded batch once one has more than {LENGTH} tokens"
+    assert says in train_ok(1, tmp_path / "padded", batching="padded", **options)
+    assert "Rope type" not in train_ok(1, tmp_path / "plain", **options)
+    argv = flags(output_dir=tmp_path / "out", context_parallel_size=2, **options)
+    statuses, output = run_ranks(2, argv, tmp_path / "logs")
+    assert statuses == [2, 2] and "its rope type longrope depends on the length of whole rows" in output
