@@ -234,10 +234,7 @@ class DatasetPipeline:
         report, left = DataReport(source.origin), iter(entries)
         tokenize = self._collect_prompts if self.options.text.makes_rows else self._tokenize_batch
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
-            following = list(islice(left, sources.ROWS_PER_BATCH))
-            while batch := following:
-                if len(following := list(islice(left, sources.ROWS_PER_BATCH))) == 1:  # it would have no other row
-                    batch, following = batch + following, []
+            while batch := list(islice(left, sources.ROWS_PER_BATCH)):
                 if rows := self._rows(batch, source, report):
                     piece, of_rows = tokenize(rows, source.origin, report)
                     pieces.append(piece)

@@ -32,16 +32,6 @@ def called(arguments: object) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "go", "arguments": arguments}}]}
 
 
-def moss(human: str, answer: str, thought: str = "None", command: str = "None", result: str = "None") -> dict[str, str]:
-    return {
-        "Human": f"<|Human|>: {human}<eoh>\n",
-        "Inner Thoughts": f"<|Inner Thoughts|>: {thought}<eot>\n",
-        "Commands": f"<|Commands|>: {command}<eoc>\n",
-        "Tool Responses": f"<|Results|>:\n{result}\n<eor>\n",
-        "MOSS": f"<|MOSS|>: {answer}<eom>\n",
-    }
-
-
 SEED = {"id": "seed_task_0", "name": "x", "instruction": "hi", "is_classification": False}
 TREE = said("prompter", "hi", said("assistant", "no", rank=1), said("assistant", "x"), said(
     "assistant", "go", said("prompter", "so", said("assistant", "on", rank=0)), rank=0))  # fmt: skip
@@ -89,13 +79,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
     "self-instruct's seeds": ({**SEED, "instances": [{"input": "so", "output": "go on"}]}, "go on</s>"),
-    "AQuA": ({"question": "hi", "options": ["A)1", "B)2"], "rationale": "go on", "correct": "B"}, "go on\n\nThe answer is B.</s>"),
-    "AQuA, told": ({"question": "hi", "options": ["A)1"], "rationale": "go on.\nAnswer: (A).", "correct": "A"}, "go on.\nAnswer: (A).</s>"),
-    "MOSS": ({"conversation_id": "1", "meta_instruction": "so", "num_turns": 10, "chat": {f"turn_{n}": moss("hi", f"{n}") for n in (1, 10, 2)}, "category": "x"}, "1</s>2</s>10</s>"),
-    "MOSS, plugins": ({"meta_instruction": "so", "chat": {"turn_1": moss("hi", "go on", "think", "Calculate(1+1)", "Calculate(1+1) => 2")}}, "Calculate(1+1)</s>go on</s>"),
     "OpenAssistant's trees": ({"message_tree_id": "hi", "tree_state": "x", "prompt": TREE}, "go</s>on</s>"),
-    "Huatuo": ({"instruction": " <user>: hi <bot>: go <user>: so", "output": "on", "input": "", "id": 1}, "go</s>on</s>"),
-    "Huatuo, one turn": ({"instruction": " <user>: hi", "output": "go on", "input": ""}, "go on</s>"),
     "no dialogue": ({"instruction": "Say <user>: hi", "output": "go on"}, "go on</s>"),
     "Guanaco": ({"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"}, " go on no</s>"),
 }  # fmt: skip
@@ -112,17 +96,8 @@ def test_well_known_datasets_are_rendered_as_intended(name: str, prepare: Any, t
             assert told in tokenizer.decode(data.train.input_ids[~data.train.learned]), column
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        (
-            {**SEED, "instances": [{"output": "go"}, {"output": "no"}]},
-            "several instances, of which the first is learned",
-        ),
-        (LEARNED["Huatuo"][0], "a dialogue of <user>: and <bot>: in its instruction, which is split into turns"),
-    ],
-)
-def test_unused_columns_are_logged_once(row: dict[str, Any], says: str, prepare: Any, tmp_path: Path) -> None:
+def test_unused_instances_are_logged_once(prepare: Any, tmp_path: Path) -> None:
+    row, says = {**SEED, "instances": [{"output": "go"}, {"output": "no"}]}, "several instances, of which the first is"
     for given in ({}, {"prompt_template": "chat"}):
         _, log = prepare(write_jsonl(tmp_path / "a.jsonl", [row, row]), **given)
         assert log.count(says) == 1 and "a.jsonl:1, 2" in log
@@ -141,6 +116,7 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "KTO chats": ([{**BAD, "label": True}, BAD], "a.jsonl:2: its label is false: a bad answer", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
     "KTO texts": ([{"prompt": "hi", "completion": "go on", "label": n} for n in (True, False)], "its label is false", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
     "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not use it", ("--columns ignore=label",)),
+    "choices": ([{"question": "hi", "options": ["go", "no"], "answer": "go on"}], "options is filled, and the format question_answer does not use it", ("--columns ignore=options",)),
     "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained on", ("--columns ignore=images",)),
     "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("--columns ignore=audios",)),
     "an image in an instruction": ([{"instruction": "<image>\nWho?", "output": "go on"}], "instruction: it shows <image>, and only text", ()),
@@ -181,7 +157,6 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "half a pair in arguments": ([{"messages": [ASK, called({"a": [{"b": HALF}]})]}], "turn 2 has half a surrogate pair", ()),
     "half a pair in arguments as text": ([{"messages": [ASK, called(json.dumps({HALF: 1}))]}], "turn 2 has half a surrogate pair", ()),
     "half a pair in a tool": ([{"messages": [ASK, SAY], "tools": [{**FUNCTION, "description": HALF}]}], "tools has half a surrogate pair", ()),
-    "half a pair in MOSS's thoughts": ([{"chat": {"turn_1": moss("hi", "go on", HALF)}}], "turn 2 has half a surrogate pair", ()),
     "arguments in a list": ([{"messages": [ASK, called([["a", "x"]])]}], "turn 2: the arguments of go are not an object", ()),
     "an assistant that calls": ([{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}], "turn 2: the chat template writes no tool calls; --prompt_template", ()),
 }  # fmt: skip

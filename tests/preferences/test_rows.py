@@ -13,12 +13,12 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.batches.rows import INDEXED_BY, NO_ROWS, DataReport, Lengths, TokenizedRows, join_rows
-from fsdp_qlora.data.batches.tokenization import ALONE, describe_sample
+from fsdp_qlora.data.batches.tokenization import describe_sample
 from fsdp_qlora.data.run_data import RunData, prepare_rows
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.preferences import RATINGS
 from fsdp_qlora.data.text.recognition import RequestedFormat
-from fsdp_qlora.data.text.rendering import OTHER_PROMPT, prompt_record
+from fsdp_qlora.data.text.rendering import prompt_record
 from fsdp_qlora.data.text.templates import ChosenTemplate
 from fsdp_qlora.model.architecture.attention import FLASH, VARLEN
 from fsdp_qlora.planning.run_plan import pick_data
@@ -146,12 +146,11 @@ def test_columns_beside_a_prompt_are_used_or_refused(row: dict[str, Any], column
 
 
 @pytest.mark.quick
-def test_tools_make_text_a_chat_and_another_prompt_is_noted(tmp_path: Path) -> None:
+def test_tools_make_text_a_chat(tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_text("{{ tools[0].name if tools }}" + CHAT.replace("[a]", "[a]<think>"))
     thought = {"chosen": [{**GO, "content": "<think>so</think>go"}], "rejected": [NO]}
     tools = {"prompt": "hi", "tools": TOOL, **ANSWERS}
-    rows, report = prepared([{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja"))
-    assert report.notes == {OTHER_PROMPT: [1]}
+    rows, _ = prepared([{"prompt": "hi", **thought}, tools], tmp_path, prompt_template=str(tmp_path / "a.jinja"))
     assert "f[u]hi[a] go" in spelled_tokenizer("byte_level").decode(rows.input_ids).replace("</s>", "")
 
 
@@ -264,7 +263,7 @@ LABELED: list[dict[str, Any]] = [
 
 
 @pytest.mark.quick
-def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
     (rows, _), tokenizer = prepared(LABELED, tmp_path, objective="kto"), spelled_tokenizer("byte_level")
     assert rows.desired.tolist() == [True, False, True, False]
     texts = [
@@ -279,9 +278,6 @@ def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path, monkeypatc
     assert others.num_targets == rows.document_targets[[3, 5]].tolist()
     completed = [{"messages": [ASKED], "completion": [NO], "label": 1.0}, {"messages": [ASKED, GO], "label": 0.0}]
     assert prepared(completed, tmp_path, objective="kto")[0].desired.tolist() == [True, False]
-    assert prepared(LABELED[:1], tmp_path, objective="kto")[1].notes == {ALONE: [1]}
-    monkeypatch.setattr("fsdp_qlora.data.sources.source.ROWS_PER_BATCH", 2)
-    assert not prepared(LABELED[:3], tmp_path, objective="kto")[1].notes  # the third is in no batch of its own
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
     with pytest.raises(UserError, match=r"(?s)1 of 5 rows.*label is None, and can be true or false"):
         prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")

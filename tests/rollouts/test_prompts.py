@@ -93,7 +93,6 @@ KNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "query": ({"query": "sort"}, "### Instruction:\nsort\n\n### Response:"),
     "conversations": ({"conversations": [{"from": "human", "value": "sort"}]}, "<user>sort<assistant>"),
     "a chat of functions": ({"contents": [*ASKED]}, "<system>be brief<user>sort<assistant>"),
-    "options": ({"question": "which", "options": ["A", "B"], "rationale": "x", "correct": "A"}, "which\nA\nB"),
     "guanaco": ({"text": "### Human: a### Assistant: b### Human: c### Assistant: d"}, "### Human: c### Assistant:"),
     "another case": ({"Question": "sort?"}, "Question:\nsort?"),
     "a system prompt": ({"prompt": "sort", "system": "be brief"}, "<system>be brief<user>sort<assistant>"),

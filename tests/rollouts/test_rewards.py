@@ -111,7 +111,7 @@ BATCH = {"prompts": ["?"] * 3, "completions": ["a", "bb", "ccc"], "completion_id
 CALLS = "import math, os, pathlib, re, time\ncalls = []\ndef f(completions, answer, **_):\n    calls.append(0)\n    "
 # What a function does -> what is said, and the values where errors count as zero.
 FAILING: dict[str, tuple[str, str, list[float]]] = {
-    "an error": ("return [1 / each for each in answer]", "row 7 of the dataset: ZeroDivisionError", [1, 0, 0.5]),
+    "an error": ("return [1 / each for each in answer]", "row 7 of the dataset: ZeroDivisionError", [0, 0, 0]),
     "once": (
         "if len(calls) == 1: raise ConnectionError('busy')\n    return [sorted(answer).index(a) for a in answer]",
         "row 7, 9 of the dataset: ConnectionError: busy",

@@ -112,7 +112,7 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     # On another machine, with the mirror alone.
     shutil.rmtree(out)
     said = run({**options, "on_reward_error": "zero"}, tmp_path / "second")
-    assert f"Resuming at step {kept[-1] + 1}" in said and "4 answers count as 0" in said
+    assert f"Resuming at step {kept[-1] + 1}" in said and "8 answers count as 0" in said
     assert [line["step"] for line in lines_of(out)] == [step for step in (1, 3, 5, 7) for _ in range(8)]
     zeros = [line["rewards"]["short"] == 0 for line in lines_of(out) if line["row"] == 7]
     assert zeros == [True] * 4

@@ -21,7 +21,6 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 # Notes on rows that are used.
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
-ALONE = "there is no other row whose answer shows how far the policy has moved, so it is compared with its own"
 IMAGE_TOKEN = "its text has the token that stands for an image, a video or sound in this model"
 NO_END = "what is learned does not end with a token at which a model stops"
 
@@ -80,8 +79,6 @@ def tokenize_batch(
         lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
     if row_format.row_kind == LABELS:
-        if len({row.row_number for row in chosen}) == 1:
-            report.note(chosen[0].row_number, ALONE)
         chosen = with_mismatched_answers(chosen, context_length)
     return _flatten(chosen), lengths
 

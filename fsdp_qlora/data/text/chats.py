@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,37 +22,12 @@ KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  #
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
-# A turn of MOSS: who says what; and the marks around it.
-_MOSS = {"Human": "user", "Commands": "assistant", "Tool Responses": "tool", "MOSS": "assistant"}
-_MARKS = re.compile(r"^\s*<\|[^|]*\|>:|<eo\w>\s*$")
 _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
 def read_turns(row: Row, column: str) -> Chat:
     """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
     return read_chat(row, turns(row.get(column), column))
-
-
-def read_moss(row: Row) -> Chat:
-    """MOSS's `chat` of numbered turns. A call of a plugin is text, and its results are a tool's turn. Raises BadRow."""
-    chat: Any = row.get("chat")
-    if not is_moss(row):
-        raise BadRow("chat is not an object of turns")
-    messages: list[dict[str, Any]] = []
-    for name in sorted(chat, key=lambda name: (len(name), name)):  # turn_2 before turn_10
-        said = {key: _MARKS.sub("", str(text)).strip() for key, text in chat[name].items()}
-        first = len(messages) + 1
-        messages += [
-            {"role": role, "content": said[key]} for key, role in _MOSS.items() if said.get(key, "None") != "None"
-        ]
-        if said.get("Inner Thoughts", "None") != "None" and len(messages) > first:
-            messages[first]["reasoning_content"] = said["Inner Thoughts"]
-    return read_chat({"system": row.get("meta_instruction")}, messages)
-
-
-def is_moss(row: Row) -> bool:
-    chat = row.get("chat")
-    return isinstance(chat, Mapping) and bool(chat) and all(isinstance(turn, Mapping) for turn in chat.values())
 
 
 def read_tree(row: Row) -> Chat:

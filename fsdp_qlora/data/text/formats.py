@@ -1,7 +1,6 @@
 """Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +26,6 @@ from fsdp_qlora.data.text import chats, preferences
 from fsdp_qlora.data.text import templates as prompts
 
 HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
-_SPEAKER = re.compile(r"\s*<(user|bot)>:\s*")  # of Huatuo's dialogues
-SPLIT = "a dialogue of <user>: and <bot>: in its instruction, which is split into turns"
 FIRST = "it has several instances, of which the first is learned"
 
 
@@ -90,7 +87,7 @@ def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str |
 def read_fields(row: Row, instruction: str, response: str, context: str = "context") -> Fields:
     """The columns of these names. A context that is absent, null or blank counts as none.
 
-    `history` is LLaMA-Factory's list of pairs. Turns that were written into the instruction are history, too.
+    `history` is LLaMA-Factory's list of pairs.
     """
     fields = Fields(
         instruction=text_of(row, instruction),
@@ -103,12 +100,7 @@ def read_fields(row: Row, instruction: str, response: str, context: str = "conte
         return dataclasses.replace(fields, shows=row)
     refuse_media(fields.instruction, instruction)
     refuse_media(fields.context, context)
-    before, *parts = _SPEAKER.split(fields.instruction)
-    speakers, said = parts[::2], parts[1::2]
-    if before.strip() or not all(said) or speakers != [*["user", "bot"] * (len(said) // 2), "user"]:
-        return fields
-    history = (*fields.history, *zip(said[:-1:2], said[1::2], strict=True))
-    return dataclasses.replace(fields, instruction=said[-1], history=history, notes=(SPLIT,))
+    return fields
 
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
@@ -128,19 +120,7 @@ def read_instances(row: Row) -> Fields:
     if not isinstance(instances, list) or not instances or not isinstance(instances[0], Mapping):
         raise BadRow("instances is not a list of objects")
     fields = read_fields({**row, **instances[0]}, "instruction", "output", "input")
-    return dataclasses.replace(fields, notes=fields.notes + (FIRST,) * (len(instances) > 1))
-
-
-def read_rationale(row: Row) -> Fields:
-    """AQuA's: a question with `options`; the rationale is learned, and the letter of the `correct` one behind it."""
-    options = row.get("options") or []
-    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-        raise BadRow("options is not a list of texts")
-    rationale, correct = text_of(row, "rationale"), text_of(row, "correct")
-    if not re.search(rf"\b{re.escape(correct)}\W*$", rationale):
-        rationale += f"\n\nThe answer is {correct}."
-    question = "\n".join([text_of(row, "question"), *options])
-    return read_fields({"question": question, "answer": rationale}, "question", "answer")
+    return dataclasses.replace(fields, notes=(FIRST,) * (len(instances) > 1))
 
 
 def read_question(row: Row) -> Fields:
@@ -242,10 +222,6 @@ FORMATS: dict[str, Format] = {
     "instances": Format(
         ("instruction", "instances"), ("system",), read_instances, Fields, ("instruction", "instances")
     ),
-    "rationale": Format(
-        ("question", "rationale", "correct"), ("options",), read_rationale, Fields, ("question",), _QUESTION
-    ),
-    "moss": Format(("chat",), ("meta_instruction",), chats.read_moss, Chat, ("chat",), recognizes=chats.is_moss),
     "tree": Format(("message_tree_id", "prompt"), (), chats.read_tree, Chat, ("message_tree_id", "prompt")),
     "prompt_completion": Format(
         ("prompt", "completion"), _IN_PROMPT, preferences.read_prompt_completion, asks=("prompt",)

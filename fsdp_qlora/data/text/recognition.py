@@ -16,7 +16,7 @@ from fsdp_qlora.utils.errors import UserError
 MEDIA = ("images", "image", "audios", "audio", "videos", "video")
 # Columns that change what an answer means. A row in which one is filled and not used would be learned in a wrong sense.
 WATCHED = (
-    "input", "context", "system", "system_prompt", "history", "query", "tools", "functions", "label", *MEDIA,
+    "input", "context", "system", "system_prompt", "history", "query", "options", "tools", "functions", "label", *MEDIA,
 )  # fmt: skip
 _NOT_ASKED = ("label", "query")  # an answer, and another prompt
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose

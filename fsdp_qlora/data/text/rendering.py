@@ -18,7 +18,6 @@ from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemp
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
-OTHER_PROMPT = "the template writes another prompt before the rejected answer, such as one that opens no reasoning"
 _MARK = "<<answer>>"
 T = TypeVar("T")
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -106,8 +105,6 @@ class Renderer:
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)
-            if not content.desired and len({answer[0].segments[0] for answer in answers}) > 1:
-                answers[0] = [dataclasses.replace(answers[0][0], notes=(*answers[0][0].notes, OTHER_PROMPT))]
             labels = itertools.chain(content.desired, itertools.repeat(None))
             return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
         row = content if isinstance(content, Rendered) else Rendered(content)

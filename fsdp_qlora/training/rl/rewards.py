@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -68,9 +69,9 @@ def number(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     return [None if right is None else float(said == right) for said, right in pairs]
 
 
-def _last_number(text: str) -> float | None:
+def _last_number(text: str) -> Decimal | None:
     numbers = _NUMBER.findall(text.rpartition(_MARK)[2]) or _NUMBER.findall(text)
-    return float(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
+    return Decimal(re.sub(r"[$,]", "", numbers[-1])) if numbers else None
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:
@@ -202,21 +203,17 @@ class Scorer(Worker):
         reply = self._ask(reward, batch, everywhere, self._seconds)
         if "error" not in reply:
             return list(reply["values"])
-        places: Sequence[int] = reply.get("places", ())
-        if reply.get("raised"):  # at which row? What these calls return counts for nothing: functions compare answers
+        places: Sequence[int] = reply.get("places", everywhere)
+        if reply.get("raised") and not self._zero_on_error:  # at which row? These calls' values are not used
             each = ((place, ends - time.monotonic()) for place in everywhere)
             failing = (at for at, left in each if left > 0 and "error" in self._ask(reward, batch, [at], left))
-            places = list(islice(failing, None if self._zero_on_error else 1))
-        places = places or everywhere
+            places = list(islice(failing, 1)) or everywhere
         named = ", ".join(map(str, dict.fromkeys([rows[place] for place in places][:32])))
         message = f"The reward function {reward.name} failed at row {named} of the dataset: {printable(reply['error'])}"
         if not self._zero_on_error:
             raise RolloutError(f"{message}. No weight was updated. --on_reward_error zero counts such answers as 0.")
-        others = [place for place in everywhere if place not in {*places}]
-        again = reply if "others" in reply or not others else self._ask(reward, batch, others, self._seconds)
-        scored = dict(zip(others, again.get("others") or again.get("values", ()), strict=False))
-        log.warning("%s. %d answers count as 0.", message, len(rows) - len(scored))
-        return [scored.get(place, 0.0) for place in everywhere]
+        log.warning("%s. %d answers count as 0.", message, len(places))
+        return [0.0 if place in places else reply["values"][place] for place in everywhere]
 
     def _ask(self, reward: Reward, batch: Batch, places: Sequence[int], seconds: float) -> dict[str, Any]:
         """The reply about some of the answers; "error" says why there is none."""
@@ -286,8 +283,7 @@ def _run_file(path: Path) -> tuple[ModuleType, str]:
 
 
 def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
-    """The values of a function; or the error, with the places without one and the `others`' values, or that the
-    function has raised it."""
+    """The values of a function; or the error, with the places that it concerns, or that the function has raised it."""
     count, scores, bad = len(batch["completions"]), list[float | None](), dict[int, str]()
     try:
         made = function(**batch)
@@ -303,17 +299,11 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
         return {"error": _reason(error), "raised": True}
     if number != count:
         return {"error": f"it returned {number} values for {count} answers"}
-    if not bad:
-        return {"values": scores}
-    others = [score for place, score in enumerate(scores) if place not in bad]
-    return {"error": next(iter(bad.values())), "places": [*bad], "others": others}
+    return {"values": scores} | ({"error": next(iter(bad.values())), "places": [*bad]} if bad else {})
 
 
 def _reason(error: BaseException) -> str:
-    """An error in words, whatever its own method does."""
+    """An error in words."""
     if isinstance(error, MemoryError):
         return f"MemoryError: it takes more than {_MEMORY_BYTES >> 30} GiB of memory"
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"

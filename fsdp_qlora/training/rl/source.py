@@ -42,8 +42,6 @@ from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_WITHOUT = 3  # generations in a row without any reward
-
 
 @dataclass(frozen=True)
 class Rollout:
@@ -179,7 +177,6 @@ class Rollouts:
     text_of: Callable[[list[int]], str]
     logprobs: Callable[[TokenizedRows], np.ndarray] | None
     scale_rewards: str
-    _num_without: int = 0
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -238,11 +235,8 @@ class Rollouts:
         values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)]
-        self._num_without = self._num_without + 1 if set(sums) == {None} else 0
-        if self._num_without:
-            log.warning("Step %d: no reward function gives a value for any of its answers.", step + 1)
-        if self._num_without == _MOST_WITHOUT:
-            raise RolloutError(f"{_MOST_WITHOUT} generations in a row have no reward, so nothing is learned.")
+        if set(sums) == {None}:
+            log.warning("Step %d learns nothing: no reward function gives a value for any of its answers.", step + 1)
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
         rollouts = [
             Rollout(
