@@ -26,7 +26,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import stored_values
 from fsdp_qlora.distributed.supervision import launch
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserError
-from fsdp_qlora.utils.files import cache_folder, read_json, staged_file
+from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, read_json, staged_file
 from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.run_files import METRICS_FILE, STATUS
 
@@ -111,7 +111,7 @@ def _in_file(rows: Any) -> Any:
     except (TypeError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"dataset: row {len(lines) + 1} cannot be written as JSON ({error}).") from error
     text = "".join(lines)
-    path = cache_folder() / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path = cache_folder() / ROWS_IN_MEMORY / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as partial:
         partial.write_text(text)

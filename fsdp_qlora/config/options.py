@@ -391,7 +391,8 @@ class TrainConfig:
     @property
     def start_from(self) -> str:
         """Where `resume` starts: auto, off or a folder."""
-        return self.resume.removesuffix(REPLACE)
+        start = self.resume.removesuffix(REPLACE)
+        return "off" if start.lower() in ("no", "false") else start  # as YAML spells it
 
     @property
     def is_preview(self) -> bool:

@@ -180,7 +180,7 @@ class DatasetPipeline:
         key: list[object] = [source.identity, source.start, source.stop, self.samples, self.requested.renames]
         key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += text.image_processor.identity if text.image_processor else []
+        key += [*text.image_processor.identity, source.folder_of(0)] if text.image_processor else []
         key += [kind.name, preferences.PROMPTS, text.max_completion_length] if kind != TEXTS else []
         return key + ([f"rated {text.rating_threshold}"] if text.rating_threshold is not None else [])
 

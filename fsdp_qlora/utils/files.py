@@ -18,6 +18,7 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.redact import redact_values
 
 PARTIAL = ".partial"
+ROWS_IN_MEMORY = "rows"  # the folder of the cache for rows that Python code gives
 _HEAD_BYTES = 2**20  # contains the names, types and shapes of all tensors of a usual file
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _STALE_SECONDS = 3600.0  # a partial file not changed for so long has no writer any more

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from fsdp_qlora import api
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import cache
 from fsdp_qlora.data.content import FOLDER
@@ -191,6 +192,18 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Pat
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
         load(bytes(again.images[0]))
+
+
+def test_relative_paths_are_of_the_rows_folder_or_the_current_one(
+    prepare: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    rows = [{"messages": ask("<image>who?"), "images": ["a.png"]}] * 2
+    (other := tmp_path / "other").mkdir()
+    (other / "a.png").write_bytes(png(picture(30, 20, seed=2)))
+    first, second = (prepare(write_jsonl(folder / "rows.jsonl", rows)).train.images for folder in (tmp_path, other))
+    assert bytes(first[0]) != bytes(second[0])  # although the rows are in the cache
+    monkeypatch.chdir(other)
+    assert bytes(prepare(Path(api._in_file(rows))).train.images[0]) == bytes(second[0])
 
 
 def test_a_model_of_text_refuses_images_by_the_columns_name(prepare: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -272,6 +272,7 @@ NAMES = {
     "openai/gsm8k:main[train[5:]]:0.5": DatasetName("openai/gsm8k", "main", "train", 5, None, 0.5),
     "rows.jsonl[10:20]:3": DatasetName("rows.jsonl", None, None, 10, 20, 3.0),
     "alpaca:0.7": DatasetName("alpaca", weight=0.7),
+    "file:///data/rows.jsonl": DatasetName("/data/rows.jsonl"),
 }
 
 

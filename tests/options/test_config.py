@@ -178,6 +178,11 @@ def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
     assert TrainConfig(objective="dpo").has_reference and not TrainConfig(objective="simpo").has_reference
 
 
+@pytest.mark.parametrize("word", ["off", "no", "False", "off:replace"])
+def test_a_run_that_is_not_resumed_is_said_in_words_of_yaml(word, yaml_file):
+    assert parse_train_config(["--config", yaml_file(f"resume: {word}")]).start_from == "off"
+
+
 def test_the_resolved_options_are_accepted_back(yaml_file):
     argv = "--lr 1e-5 --log_to wandb,name=run:1,group=#x --lora_target_modules q_proj k_proj --profile 2:3 stack"
     config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])

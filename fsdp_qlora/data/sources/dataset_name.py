@@ -37,7 +37,7 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     Raises:
         UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
     """
-    name, weight = text, None
+    name, weight = text.removeprefix("file://"), None
     if Path(name).expanduser().exists():  # a path may look like anything
         return DatasetName(name)
     if weighted and (match := _WEIGHT.search(name)):

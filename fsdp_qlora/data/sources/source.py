@@ -31,7 +31,7 @@ from fsdp_qlora.data.sources.files import (
 )
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import fingerprint_files, refuse_pipes
+from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, fingerprint_files, refuse_pipes
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
 from fsdp_qlora.utils.text import first_line
 
@@ -101,9 +101,10 @@ class Source:
         return dataclasses.replace(self, start=self.start + start, stop=stop)
 
     def folder_of(self, part: int) -> str:
-        """The folder of a part's file, for relative paths in its rows."""
+        """The folder of a part's file, for relative paths in its rows; of rows from memory the current one."""
         path, name = self.origin, self.parts[part].name
-        return os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
+        folder = os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
+        return os.getcwd() if folder == str(cache_folder().resolve() / ROWS_IN_MEMORY) else folder
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
         """Up to `limit` entries, malformed ones included. The rest is not read, nor columns that are not `used`.
