@@ -1,9 +1,13 @@
 # ruff: noqa: E501
 """Rows with images: where they are found, what is left out, and how they are kept."""
 
+import io
 import json
 import os
+import random
 import re
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +118,9 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     (tmp_path / "a.png").write_bytes(png(picture(30, 20, seed=0)))
     (tmp_path / "cut.png").write_bytes(png(picture(30, 20, seed=1))[:500])
     make_hostile(tmp_path)
+    (gs := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")  # as PostScript is drawn by Pillow
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def call(path: Path, **given: Any) -> RunData:
@@ -124,12 +131,7 @@ def prepare(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     return call
 
 
-def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (gs := tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")  # as PostScript is drawn by Pillow
-    gs.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+def test_a_row_whose_images_cannot_be_used_is_left_out_with_the_reason(prepare: Any, tmp_path: Path) -> None:
     good = {"messages": ask("<image>who?"), "images": ["a.png"]}
     rows = [good, *(row for row, _ in BAD.values()), good]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -192,6 +194,38 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Pat
     os.remove(tmp_path / "a.png")
     with pytest.raises(RankError, match="No such file"):
         load(bytes(again.images[0]))
+
+
+def damaged(seed: int) -> bytes:
+    """An image of some format, whole or with some bytes that are others, too large or gone."""
+    choose, content = random.Random(seed), io.BytesIO()
+    kinds = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA", "PCX", "EPS", "PDF", "SGI", "MPO")
+    picture(40, 30, seed=seed).save(content, choose.choice(kinds))
+    made = bytearray(content.getvalue())
+    for _ in range(choose.randrange(6)):
+        at = choose.randrange(choose.choice((64, len(made))))
+        length = choose.choice((1, 4, 64, 10**6))
+        wrong = choose.choice((choose.randbytes(length), b"\xff" * 4, b"\0\0\x30\0", b"", bytes(made) * 9))
+        made[at : at + length] = wrong if len(wrong) < 10**5 else wrong[:9]
+    return bytes(made) or b"x"
+
+
+@pytest.mark.nightly
+def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare: Any, tmp_path: Path, recwarn: Any) -> None:
+    started, hears = list[str](), [True]
+    kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
+    sys.addaudithook(lambda event, args: started.append(str(args[0])) if hears and event in kinds else None)
+    rows = [{"messages": ask("<image>who?"), "images": [f"{seed}.bin"]} for seed in range(400)]
+    for seed in range(400):
+        (tmp_path / f"{seed}.bin").write_bytes(damaged(seed))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = prepare(write_jsonl(tmp_path / "rows.jsonl", rows), max_bad_rows=0.99)
+    hears.clear()
+    assert 20 < len(data.train_rows) < 300 and len(data.train_rows) + len(data.rejected) == 400
+    assert {*started} <= {sys.executable}  # which fills the chat template
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert {re.sub(r".*bin (cannot be read|and).*", "", reason) for _, reason in data.rejected} <= {""}
+    assert not [warning for warning in recwarn if "PIL" in str(warning.filename)]
 
 
 def test_relative_paths_are_of_the_rows_folder_or_the_current_one(

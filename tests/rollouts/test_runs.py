@@ -111,11 +111,24 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     assert list(checkpoint.published(out / "checkpoints")) == [kept[-1] + 1]
     # On another machine, with the mirror alone.
     shutil.rmtree(out)
+    (tmp_path / "own.py").write_text(FAILING + "# changed\n")
     said = run({**options, "on_reward_error": "zero"}, tmp_path / "second")
+    assert re.search(
+        r"reward functions were own.py:short=1 \(sha256 (\w+)\), and are now own.py:short=1 \(sha256 (?!\1)", said
+    )
     assert f"Resuming at step {kept[-1] + 1}" in said and "8 answers count as 0" in said
     assert [line["step"] for line in lines_of(out)] == [step for step in (1, 3, 5, 7) for _ in range(8)]
     zeros = [line["rewards"]["short"] == 0 for line in lines_of(out) if line["row"] == 7]
     assert zeros == [True] * 4
+
+
+def test_a_step_without_any_reward_is_named_and_learns_nothing(models: Models, tmp_path: Path) -> None:
+    options = inputs(models, tmp_path, function="def short(completions, **_):\n    return [None] * len(completions)\n")
+    said = train_ok(1, tmp_path / "out", **{**options, "gradient_accumulation_steps": 8, "max_steps": 4})
+    assert [f"Step {step} learns nothing: no reward function gives a value" in said for step in range(1, 6)] == [
+        True
+    ] * 4 + [False]
+    assert read_metrics(tmp_path / "out") == [0.0] * 4
 
 
 CHATML = (

@@ -174,7 +174,7 @@ def _decode(content: bytes, most_pixels: float = math.inf) -> Any:
     from PIL import Image as Pillow
     from transformers.image_utils import load_image  # turns it as its file says, and makes it RGB
 
-    warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)  # bounded here
+    warnings.filterwarnings("ignore", module="PIL")  # of bombs, which are bounded here, and of odd tags
     with Pillow.open(io.BytesIO(content), formats=_FORMATS) as image:
         if image.width * image.height > most_pixels:
             most = most_row_bytes() // 3e6
