@@ -26,7 +26,18 @@ pytestmark = pytest.mark.quick
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
 INT8 = {"int8": ("int8", {"int8_threshold": 6.0}), "int8 without outliers": ("int8", {"int8_threshold": 0.0})}
-NEW: dict[str, tuple[str, dict[str, Any]]] = {**HQQ, "hqq group 32": ("hqq", {"n_bits": 3, "group_size": 32}), **INT8}
+# As of compressed-tensors, for the groups or rows of a weight.
+SERVED = {
+    "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8},
+    "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": torch.float8_e4m3fn},
+    "fp8": {"num_bits": 8, "strategy": "channel"},
+}
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    **HQQ,
+    "hqq group 32": ("hqq", {"n_bits": 3, "group_size": 32}),
+    **INT8,
+    **{kind: (kind, {}) for kind in SERVED},
+}
 FOUR_BIT = {
     f"{quant_type}{'' if double_quant else ', absmax in fp32'}": (
         "bnb_4bit",
@@ -35,7 +46,10 @@ FOUR_BIT = {
     for quant_type, double_quant in itertools.product(("nf4", "fp4"), (True, False))
 }
 # The memory of a base's weight, in bytes per parameter.
-LIMITS = {"nf4": 0.52, "hqq8": 1.07, "hqq4": 0.57, "hqq3": 0.45, "hqq2": 0.32, "int8": 1.01}
+LIMITS = {
+    "nf4": 0.52, "hqq8": 1.07, "hqq4": 0.57, "hqq3": 0.45, "hqq2": 0.32, "int8": 1.01, "mxfp4": 0.532, "nvfp4": 0.563,
+    "fp8": 1.01,
+}  # fmt: skip
 
 
 def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None = None) -> QuantizedLinear:
@@ -57,6 +71,8 @@ def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
     we do without.
     """
     quantizer, options = NEW[kind]
+    if quantizer in SERVED:
+        return _served_reference(quantizer, weight)
     if quantizer == "int8":
         layer = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
         layer.weight = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False)
@@ -77,6 +93,20 @@ def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
     for name in ("scale", "zero"):  # which it keeps in the compute dtype; fp16 is its default
         layer.meta[name] = layer.meta[name].half().float()
     return layer.dequantize().flatten()[: weight.numel()].view(weight.shape)
+
+
+def _served_reference(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    compressed_tensors = pytest.importorskip("compressed_tensors.quantization")
+    forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
+    utils = importlib.import_module("compressed_tensors.quantization.utils")
+    arguments = compressed_tensors.QuantizationArgs(type="float", symmetric=True, dynamic=False, **SERVED[kind])
+    size = SERVED[kind].get("group_size", weight.shape[-1])
+    groups = nn.functional.pad(weight.flatten(), (0, -weight.numel() % size)).view(-1, size)
+    of_all = utils.generate_gparam(weight.min(), weight.max()) if kind == "nvfp4" else None
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    scale, zero = utils.calculate_qparams(low, high, arguments, global_scale=of_all)
+    decoded = forward.fake_quantize(groups, scale, zero, arguments, global_scale=of_all)
+    return decoded.flatten()[: weight.numel()].view(weight.shape)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -138,7 +168,7 @@ class MovedBytes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", HQQ)
+@pytest.mark.parametrize("kind", [*HQQ, *SERVED])
 def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
     layer = _layer(kind, (512, 512), torch.bfloat16)
     _fill(layer, weight_of((512, 512)))
@@ -147,7 +177,7 @@ def test_planned_bytes_are_those_that_decoding_moves(kind: str) -> None:
     assert moved.total / 512**2 == pytest.approx(layer.decoding_bytes, abs=0.1)
 
 
-@pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, "int8 without outliers"])
+@pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, *SERVED, "int8 without outliers"])
 @pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])  # the last: rows of one and a half blocks
 def test_quantized_product_and_gradient_match_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
@@ -194,7 +224,9 @@ def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtyp
     assert counts.keys() == {"codes", "statistics"}
     assert 0.9 * LIMITS[kind] < sum(part.total for part in counts.values()) / num_weights <= LIMITS[kind]
     # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero. int8: float32 a row.
-    statistics = {"nf4": num_weights // 64 + num_weights // 2**14 * 4, "int8": 1024 * 4}.get(kind, num_weights // 16)
+    of_nf4, of_rows = num_weights // 64 + num_weights // 2**14 * 4, 1024 * 4
+    known = {"nf4": of_nf4, "int8": of_rows, "fp8": of_rows, "mxfp4": num_weights // 32, "nvfp4": num_weights // 16 + 4}
+    statistics = known.get(kind, num_weights // 16)
     assert counts["statistics"].total == statistics
     for part in counts.values():
         assert part.total / 3 <= part.largest_shard < 1.01 * part.total / 3

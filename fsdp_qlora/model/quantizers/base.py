@@ -238,12 +238,15 @@ class QuantizedLinear(QuantizedWeight):
 class QuantizedExperts(QuantizedWeight):
     """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among the bases.
 
-    parameter: [experts, out, in], or [experts, in, out] where `transposed`.
+    parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep [experts, out, in] of the
+    latter too.
     """
 
-    def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:
-        super().__init__(tuple(parameter.shape), **options)
-        self.transposed = transposed
+    def __init__(self, parameter: nn.Parameter, *, transposed: bool, is_upright: bool = False, **options: Any) -> None:
+        self.parameter_shape = tuple(parameter.shape)
+        swaps = transposed and is_upright
+        super().__init__(tuple(parameter.mT.shape if swaps else parameter.shape), **options)
+        self.transposed = transposed and not swaps
 
     def supports(self) -> bool:
         """Whether no row of codes crosses from one expert to the next."""

@@ -10,8 +10,11 @@ from torch import nn
 
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
+from fsdp_qlora.model.quantizers.fp8 import Fp8Experts, Fp8Linear
 from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear
 from fsdp_qlora.model.quantizers.int8 import Int8Linear
+from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Experts, Mxfp4Linear
+from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Experts, Nvfp4Linear
 from fsdp_qlora.model.quantizers.routed import is_transposed
 
 
@@ -26,6 +29,9 @@ QUANTIZERS: dict[str, Quantizer] = {
     "bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts),
     "hqq": Quantizer(HqqLinear, HqqExperts),
     "int8": Quantizer(Int8Linear, None),
+    "mxfp4": Quantizer(Mxfp4Linear, Mxfp4Experts),
+    "nvfp4": Quantizer(Nvfp4Linear, Nvfp4Experts),
+    "fp8": Quantizer(Fp8Linear, Fp8Experts),
 }
 
 
@@ -45,7 +51,8 @@ def quantize_layers(
         path, _, leaf = name.rpartition(".")
         parent, parameter = model.get_submodule(path), model.get_parameter(name)
         assert classes.experts is not None
-        layer = classes.experts(parameter, transposed=is_transposed(parent), **options)
+        own = {"num_parts": 2} if "num_parts" in options and leaf.startswith("gate_up") else {}  # two in the files
+        layer = classes.experts(parameter, transposed=is_transposed(parent), **{**options, **own})
         if layer.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, layer)

@@ -1,0 +1,151 @@
+"""Weights as floats of 4 bits (E2M1) in groups that share a scale of 8 bits: the common part of MXFP4 and NVFP4.
+
+A group is `group_size` consecutive weights of the row-major flattened weight. Codes are packed two per byte, the first
+in the low bits: a sign, two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, table 7).
+"""
+
+import functools
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = _VALUES[-1]  # magnitude of a code
+_SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
+
+
+class E2m1Weight(QuantizedWeight):
+    """Weights as E2M1 codes with a scale of one byte for each group.
+
+    Parameters (frozen):
+        weight: the codes of four groups per row, [rows, 2 * group_size bytes] viewed as the compute dtype.
+        scale: the groups' scales, four per row, [rows, 1] viewed as float32.
+    """
+
+    selects_rows = True
+    statistics: tuple[str, ...] = ("scale",)
+    # Codes are looked up two at a time, and the values scaled: 10.5 bytes, of which 4 are an index of 32 bits. Scales
+    # add 0.9 to 1.1.
+    decoding_bytes = 11.5
+    group_size: int
+
+    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype) -> None:
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=_SCALES_PER_ROW * self.group_size)
+        rows = -(-math.prod(shape) // self.row_weights)
+        self.weight = self._storage(rows, self.row_weights // 2)
+        self.scale = self._storage(rows, _SCALES_PER_ROW, torch.float32)
+
+    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
+        """The float32 scales that bytes [groups] stand for.
+
+        first: number of the first group in the weight. others: the statistics beyond `scale`, whole.
+        """
+        raise NotImplementedError
+
+    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """The bytes of the scales for groups with these largest magnitudes, float32 [groups]. others: as above."""
+        raise NotImplementedError
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        weight, scale, *others = tensors
+        num_weights, size = math.prod(part.shape), self.group_size
+        first, count = part.first // size, -(-num_weights // size)
+        codes = weight.view(torch.uint8).view(-1, size // 2)[first : first + count]
+        scales = self.scale_values(scale.view(torch.uint8).view(-1)[first : first + count], first, *others)
+        return _values(codes, scales, dtype).view(-1)[:num_weights].view(part.shape)
+
+    def quantize_groups(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2] and scales [groups].
+
+        others: the statistics beyond `scale`, with one value for the whole weight.
+        """
+        rest = -values.numel() % self.group_size
+        groups = (F.pad(values.flatten(), (0, rest)) if rest else values).view(-1, self.group_size)
+        codes, scales = [], []
+        for piece in groups.split(_groups_at_a_time(values.device, self.group_size)):
+            scales.append(self.scale_codes(piece.abs().amax(1).float(), *others))
+            codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
+        return torch.cat(codes), torch.cat(scales)
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return self.quantize_groups(values, *self.tensors()[2:])[0]
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        others = self.others_of(weight.abs().max().float())
+        codes, scale = self.quantize_groups(weight, *others)
+        return self.decode_tensors(self.whole, self.compute_dtype, codes, scale, *others)
+
+    def others_of(self, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The statistics beyond `scale` of a weight with this largest magnitude, a float32 scalar."""
+        return ()
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        others = self.others_of(self._largest(values, mesh)) if self.statistics[1:] else ()
+        codes, scales = self.quantize_groups(values, *others)
+        write_bytes(self.weight, codes)
+        write_bytes(self.scale, scales)
+        for name, other in zip(self.statistics[1:], others, strict=True):
+            first, last = own_rows(getattr(self, name), mesh)
+            write_bytes(getattr(self, name), other[first:last])
+
+    def _largest(self, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """The largest magnitude of the whole weight, of which each rank has some values."""
+        own = values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
+        size = shard_size(mesh)
+        return own if size == 1 else gather_rows(own.view(1), size, mesh).max()
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        groups = -(-math.prod(self.shape) // self.group_size)
+        return {
+            "": StoredParameter("weight", TensorForm(torch.uint8, (groups, self.group_size // 2))),
+            ".scale": StoredParameter("scale", TensorForm(torch.uint8, (groups,))),
+        }
+
+
+def _groups_at_a_time(device: torch.device, group_size: int) -> int:
+    """The number of groups to quantize or decode at once: they fit into a CPU's cache, or fill a GPU."""
+    return (2**18 if device.type == "cpu" else 2**24) // group_size
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype)
+    low, high = torch.arange(256) % 16, torch.arange(256) // 16
+    pairs = torch.stack([values[low], values[high]], dim=1)
+    return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device)
+
+
+def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups, group_size]."""
+    table = _pairs(dtype, codes.device)
+    decoded = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    step = _groups_at_a_time(codes.device, decoded.shape[1])
+    for start in range(0, len(codes), step):
+        groups = slice(start, start + step)
+        values = table.index_select(0, codes[groups].reshape(-1).int()).view(dtype).view(-1, decoded.shape[1])
+        torch.mul(values, scales[groups, None], out=decoded[groups])
+    return decoded
+
+
+@functools.cache
+def _limits(device: torch.device) -> torch.Tensor:
+    """The magnitudes above which a value is rounded up, [7] float32: halfway, which goes to the even code."""
+    halfway = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(_VALUES)])
+    halfway[1::2] = torch.nextafter(halfway[1::2], torch.zeros(3))  # from an odd code a tie goes up
+    return halfway.to(device)
+
+
+def _pack(values: torch.Tensor) -> torch.Tensor:
+    """Round float32 values [groups, group_size] to bytes [groups, group_size / 2]. Larger ones become the largest."""
+    codes = torch.bucketize(values.abs(), _limits(values.device), out_int32=True).to(torch.uint8)
+    codes |= values.signbit().to(torch.uint8) << 3
+    return codes[:, ::2] | codes[:, 1::2] << 4

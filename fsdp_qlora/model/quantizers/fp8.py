@@ -1,0 +1,130 @@
+"""Weights as floats of 8 bits (E4M3 or E5M2), with float32 scales for rows, blocks of a matrix, or whole matrices."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.model.quantizers.base import (
+    Matrix,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    StoredParameter,
+    write_bytes,
+)
+from fsdp_qlora.utils.safetensors_files import TensorForm
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
+
+
+class Fp8Weight(QuantizedWeight):
+    """Matrices [.., out, in] in FP8: code * scale.
+
+    Parameters (frozen):
+        weight: a row of a matrix per row, [.. * out, in bytes] viewed as the compute dtype; padded to whole elements.
+        scale: float32 [.. * out / rows of a block, in / columns of a block], each rounded up.
+    Args:
+        block: rows and columns that share a scale; by default a row. num_parts: else, if not 0, equal parts of each
+        matrix that have one scale. code_dtype: of the codes.
+    """
+
+    selects_rows = True
+    statistics = ("scale",)
+    decoding_bytes = 7.0  # a byte becomes two, which are read and written again to be scaled
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        compute_dtype: torch.dtype,
+        block: tuple[int, int] | None = None,
+        num_parts: int = 0,
+        code_dtype: torch.dtype = torch.float8_e4m3fn,
+    ) -> None:
+        *matrices, rows, columns = shape
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=columns)
+        self.block = block or ((rows // num_parts, columns) if num_parts else (1, columns))
+        self.code_dtype = code_dtype
+        self.scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        row_bytes = -(-columns // compute_dtype.itemsize) * compute_dtype.itemsize
+        self.weight = self._storage(math.prod(matrices) * rows, row_bytes)
+        self.scale = self._storage(math.prod(matrices) * self.scale_shape[0], 4 * self.scale_shape[1], torch.float32)
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        weight, scale = tensors
+        *_, rows, columns = self.shape
+        first, count = part.first // columns, math.prod(part.shape) // columns
+        codes = weight.view(torch.uint8)[first : first + count, :columns].view(self.code_dtype)
+        decoded = torch.empty(count, columns, dtype=dtype, device=weight.device)
+        start = 0
+        while start < count:  # once for each matrix
+            matrix, row = divmod(first + start, rows)
+            stop = min(count, start + rows - row)
+            of_blocks = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
+            self._scale(codes[start:stop].to(dtype), of_blocks, out=decoded[start:stop])
+            start = stop
+        return decoded.view(part.shape)
+
+    def _scale(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        """Scale rows of a matrix, of which the first begins a block. scale: of its blocks, and further ones."""
+        height, width = self.block
+        whole = len(values) // height
+        scale = scale[: -(-len(values) // height)]
+        if width < values.shape[1]:
+            scale = scale.repeat_interleave(width, dim=1)[:, : values.shape[1]]
+        torch.mul(
+            values[: whole * height].unflatten(0, (whole, height)),
+            scale[:whole, None],
+            out=out[: whole * height].unflatten(0, (whole, height)),
+        )
+        if len(values) > whole * height:
+            torch.mul(values[whole * height :], scale[whole:], out=out[whole * height :])
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return _quantize_rows(values.view(-1, self.row_weights))[0]
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        codes, scale = _quantize_rows(weight.reshape(-1, self.row_weights))
+        return self.decode_tensors(self.whole, self.compute_dtype, codes, scale)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        codes, scale = _quantize_rows(values.view(-1, self.row_weights))
+        padding = self.weight.shape[1] * self.weight.element_size() - self.row_weights
+        write_bytes(self.weight, F.pad(codes.view(torch.uint8), (0, padding)))
+        write_bytes(self.scale, scale)
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        return {
+            "": StoredParameter("weight", TensorForm(torch.uint8, (len(self.weight), row_bytes))),
+            ".scale": StoredParameter("scale", TensorForm(torch.float32, tuple(self.scale.shape))),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"format": "fp8"}
+
+    def describe_code(self) -> str:
+        return "FP8"
+
+
+class Fp8Linear(QuantizedLinear, Fp8Weight):
+    """A linear layer with its weight in FP8."""
+
+
+class Fp8Experts(QuantizedExperts, Fp8Weight):
+    """The experts of a layer in FP8."""
+
+
+def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize [rows, columns] to codes in E4M3 and float32 scales [rows, 1]."""
+    rows = rows.float()
+    if not rows.numel():  # there are fewer rows than ranks
+        return rows.to(torch.float8_e4m3fn), rows.new_empty(0, 1)
+    scale = rows.abs().amax(1, keepdim=True) / _LARGEST
+    scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+    return (rows / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
