@@ -9,7 +9,7 @@ from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
-from fsdp_qlora.config.train_types import PACKAGES, TRAIN_TYPES
+from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
 from fsdp_qlora.utils.files import PUBLIC, folder_error, is_repository, mirror_error
 
 _MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
@@ -43,9 +43,11 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--train_type {c.train_type} does not quantize: leave out {_flags(options)}, or use --train_type qlora."
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
         options = _changed(c, *names_marked(of_quantizer(quantizer)))
-        if options and kind.quantizer != quantizer:
+        if options and TRAIN_TYPES[c.train_type].quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield f"--train_type {c.train_type} does not take {_flags(options)}, which is for {', '.join(takers)}."
+    if _changed(c, "double_quant") and QUANT_TYPES[c.quant_type] != "bnb_4bit":
+        yield f"--quant_type {c.quant_type} does not take --double_quant, which is for nf4 and fp4."
     package = PACKAGES.get(kind.quantizer or "")
     if package and importlib.util.find_spec(package) is None:
         yield f"--train_type {c.train_type} needs the package {package}: pip install {package}."

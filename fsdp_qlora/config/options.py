@@ -38,7 +38,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
 )
 from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS, RowKind
-from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.config.train_types import QUANT_TYPES, TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 
@@ -69,10 +69,12 @@ class TrainConfig:
     trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
     """Run Python code from the model's files, with your permissions. Models that transformers does not know need it;
     read that code first."""
-    quant_type: Annotated[Literal["nf4", "fp4"], of_quantizer("bnb_4bit")] = "nf4"
-    """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
+    quant_type: Annotated[Literal["auto", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"], of_quantizer("bnb_4bit")] = "auto"
+    """Format of the frozen base: nf4 or fp4 of bitsandbytes, or one in which models are served: mxfp4 (4.25 bits per
+    weight), nvfp4 (4.5) or fp8 (8, with a scale for each row). auto keeps the weights of a model that is published in
+    one of these as they are, and is nf4 for others."""
     double_quant: Annotated[bool, of_quantizer("bnb_4bit")] = True
-    """Quantize the scales of the 4-bit blocks too, which saves about 0.4 bits per weight."""
+    """Quantize the scales of nf4's and fp4's blocks too, which saves about 0.4 bits per weight."""
     n_bits: Annotated[int, Limit(lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"), of_quantizer("hqq")] = 4
     """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
     group_size: Annotated[
@@ -349,7 +351,8 @@ class TrainConfig:
     @property
     def kind(self) -> TrainType:
         """The adapter, quantizer and trained part that `train_type` means."""
-        return TRAIN_TYPES[self.train_type]
+        kind = TRAIN_TYPES[self.train_type]
+        return kind._replace(quantizer=QUANT_TYPES[self.quant_type]) if kind.quantizer == "bnb_4bit" else kind
 
     @property
     def has_reference_beside(self) -> bool:

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.model.quantizers.bnb_4bit import take_packed
+from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 from fsdp_qlora.distributed.device import choose_device
 from fsdp_qlora.distributed.process_group import process_group_closed, start_process_group
 from fsdp_qlora.distributed.ranks import Ranks
@@ -38,9 +38,8 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
-from fsdp_qlora.model.quantizers.bnb_4bit import PackedFormat, take_packed
+from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, PackedFormat, take_packed
 from fsdp_qlora.planning.plan import quantizer_options
-from fsdp_qlora.sharding.loading.decoded import take_format
 from fsdp_qlora.sharding.loading.load_weights import load_quantized, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights
 from fsdp_qlora.utils import hub
@@ -381,11 +380,13 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     name, with_code = run.model_name, run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
-    stored = take_format(config)
-    packed = take_packed(config, name)
+    found = take_packed(config, name)
+    packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
-    quantized = _quantized_model(config, run, packed) if run.kind.quantizer else None
+    # Weights that the run has kept are decoded to the same values.
+    is_kept = stored is not None and stored.is_kept(TRAIN_TYPES[run.train_type].quantizer, run.quant_type)
+    quantized = _quantized_model(config, run, packed) if run.kind.quantizer and not is_kept else None
     if packed and quantized is None:
         raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
     files = WeightFiles(folder, stored)

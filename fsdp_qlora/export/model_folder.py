@@ -17,10 +17,10 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.base import packed_forms
-from fsdp_qlora.model.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitWeight, quantize_blocks, take_packed
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
+from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, EXPERTS_KEY, take_packed
 from fsdp_qlora.model.quantizers.routed import quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.table import quantize_layers
-from fsdp_qlora.sharding.loading.decoded import take_format
 from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
@@ -119,10 +119,10 @@ def quantize_model(
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
-    if stored := take_format(config):
-        log.info(stored.describe_use(quantizes=True))
+    if stored := take_packed(config, model_name):
+        log.info(stored.describe_decoding(quantizes=True))
     weight_files = WeightFiles(folder, stored)
-    if take_packed(config, model_name):
+    if stored and stored.quantizer == BITSANDBYTES:
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)

@@ -28,7 +28,7 @@ from fsdp_qlora.model.architecture.models import build_meta_model, read_directly
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
-from fsdp_qlora.model.quantizers.bnb_4bit import PackedFormat
+from fsdp_qlora.model.quantizers.packed import PackedFormat
 from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
@@ -105,11 +105,11 @@ def build_model(
     compute_rope_by_row(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
-        packed, options = layers.prequantized, dict(layers.quantizer)
-        if packed:
-            options = {"quant_type": packed.quant_type, "double_quant": packed.double_quant}
+        packed, quantizer, options = layers.prequantized, train_type.quantizer, dict(layers.quantizer)
+        if packed and packed.options is not None:
+            quantizer, options = packed.quantizer, dict(packed.options)
         options["compute_dtype"] = precision.compute_dtype
-        quantize_layers(model, meta.quantized, meta.quantized_experts, train_type.quantizer, **options)
+        quantize_layers(model, meta.quantized, meta.quantized_experts, quantizer, **options)
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
     if train_type.trains == "all":
@@ -143,10 +143,9 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    # 4-bit weight files determine the quantized layers; bitsandbytes does not quantize experts.
-    if layers.prequantized:
-        frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
-        frozen_experts = frozen_experts if layers.prequantized.has_experts else []
+    if packed := layers.prequantized:  # weight files determine the quantized layers; bitsandbytes' have no experts
+        frozen = [path for path in frozen if packed.has_linears and packed.is_quantized(path)]
+        frozen_experts = [path for path in frozen_experts if packed.has_experts and packed.is_quantized(path)]
     left_out = read_directly(model) if train_type.quantizer or train_type.adapter else []
     return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
 

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import download_once
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
@@ -29,9 +30,8 @@ from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.architecture.token_mixers import has_convolution
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
-from fsdp_qlora.model.quantizers import bnb_4bit
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.loading import decoded
+from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, PackedFormat, take_packed
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
@@ -95,7 +95,7 @@ class ModelPlan:
     Attributes:
         meta: the model on the meta device, quantized and adapted.
         documents: attention implementation for rows without padding; None if there is none, or rows are padded.
-        packed: how the weight files are quantized, if they are in 4 bits already.
+        packed: how the weight files are quantized, if they are trained on as they are.
         stored: the format of weight files that are decoded as they are read.
         adapter: configuration of the adapter that is saved; None where a whole model is saved.
     """
@@ -107,8 +107,8 @@ class ModelPlan:
     tokenizer: PreTrainedTokenizerBase
     meta: MetaModel
     documents: str | None
-    packed: bnb_4bit.PackedFormat | None
-    stored: decoded.StoredFormat | None
+    packed: PackedFormat | None
+    stored: PackedFormat | None
     adapter: LoraConfig | None
 
     @property
@@ -177,7 +177,7 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     """One sentence about each thing in a model that is not as its options alone say."""
     meta = plan.meta
     if plan.stored:
-        yield plan.stored.describe_use(quantizes=config.kind.quantizer is not None)
+        yield plan.stored.describe_decoding(quantizes=config.kind.quantizer is not None)
     if plan.packed:
         yield plan.packed.describe_use(quant_type=config.quant_type, double_quant=config.double_quant)
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
@@ -205,7 +205,8 @@ def build_plan(
     # GPUs that are elsewhere are taken for newer ones.
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
-    stored, layers = decoded.take_format(model_config), layer_options(config, model_config)
+    packed, stored = take_formats(config, model_config)
+    layers = layer_options(config, model_config, packed)
     meta = build_model(
         model_config,
         train_type,
@@ -242,7 +243,7 @@ def build_plan(
         tokenizer=tokenizer,
         meta=meta,
         documents=None if config.batching == "padded" else kernel,
-        packed=layers.prequantized,
+        packed=packed,
         stored=stored,
         adapter=adapter,
     )
@@ -259,18 +260,33 @@ def _check_size(model: PreTrainedModel, folder: Path) -> None:
         )
 
 
-def layer_options(config: TrainConfig, model_config: PretrainedConfig) -> LayerOptions:
-    """How layers are quantized and adapted.
+def take_formats(
+    config: TrainConfig, model_config: PretrainedConfig
+) -> tuple[PackedFormat | None, PackedFormat | None]:
+    """Remove the quantization of a model's weight files from its configuration, and say how they are used.
 
+    Returns:
+        The format of files that are trained on as they are, and that of files that are decoded as they are read; at
+        least one is None.
     Raises:
-        UserError: the files are quantized to 4 bits, and the train type trains other models.
+        UserError: the format is unknown, or the train type trains other models.
     """
-    train_type, packed = config.kind, bnb_4bit.take_packed(model_config, config.model_name)
-    if packed and (train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks):
+    packed, kind = take_packed(model_config, config.model_name), TRAIN_TYPES[config.train_type]
+    if packed is None or not packed.is_kept(kind.quantizer, config.quant_type):
+        return None, packed
+    if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:
         raise UserError(
             f"model_name {config.model_name} is quantized to 4 bits, which train_type {config.train_type} cannot "
             "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
         )
+    return packed, None
+
+
+def layer_options(
+    config: TrainConfig, model_config: PretrainedConfig, packed: PackedFormat | None = None
+) -> LayerOptions:
+    """How layers are quantized and adapted. packed: the format of weight files that are trained on as they are."""
+    train_type = config.kind
     return LayerOptions(
         lora=config.pick(
             LoraOptions,
@@ -287,7 +303,8 @@ def layer_options(config: TrainConfig, model_config: PretrainedConfig) -> LayerO
 
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
     """The quantizer's own options."""
-    return {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
+    options = {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
+    return options | ({"quant_type": "nf4"} if options.get("quant_type") == "auto" else {})
 
 
 def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:

@@ -79,7 +79,7 @@ def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> Non
 
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
-    files = WeightFiles(plan.folder, plan.stored)
+    files = WeightFiles(plan.folder, plan.stored, packed=plan.packed)
     return match_tensors(plan.meta.model, files, packed=plan.packed is not None)
 
 
@@ -214,7 +214,7 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
 
     Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is loaded.
     """
-    names = ["train_type", *quantizer_options(config, config.kind.quantizer)]
+    names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
     if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
         names += ["seed", *names_marked(OF_ADAPTER)]
     of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}

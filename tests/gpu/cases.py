@@ -70,6 +70,9 @@ _MEMORY: dict[str, Case] = {
 }
 _NUMBERS: dict[str, Case] = {
     "fp4, absmax in fp32": Case({"train_type": "qlora", "quant_type": "fp4", "double_quant": False}),
+    "mxfp4": Case({"train_type": "qlora", "quant_type": "mxfp4"}),
+    "nvfp4, experts": Case({"train_type": "qlora", "quant_type": "nvfp4"}, MOE),
+    "fp8, offloaded": Case({"train_type": "qlora", "quant_type": "fp8", "use_cpu_offload": True}),
     "eager attention": _qlora(attn_implementation="eager"),
     **{
         name: _qlora(HALF, precision=name)

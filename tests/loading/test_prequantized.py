@@ -21,8 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fsdp_qlora.model.quantizers.bnb_4bit import take_packed
-from fsdp_qlora.sharding.loading.decoded import StoredFormat
+from fsdp_qlora.model.quantizers.packed import PackedFormat, take_packed
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
@@ -73,7 +72,8 @@ def test_a_saved_4bit_model_trains_like_quantizing_at_load(
     for world_size in ranks:
         ours, theirs = tmp_path / f"ours{world_size}", tmp_path / f"theirs{world_size}"
         train_ok(world_size, ours, model_name=source, **same, **common)
-        output = train_ok(world_size, theirs, model_name=folder, **common)
+        other = {"quant_type": "nf4"} if "quant_type" in same else {}  # which is overruled
+        output = train_ok(world_size, theirs, model_name=folder, **other, **common)
         assert read_metrics(theirs) == read_metrics(ours)  # to the last bit
         assert len(set(read_metrics(ours))) == len(read_metrics(ours)) >= 2
         adapter = "adapter_model.safetensors"
@@ -153,6 +153,12 @@ def save_mxfp4(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     return {}
 
 
+def format_of(folder: Path) -> PackedFormat:
+    found = take_packed(AutoConfig.from_pretrained(folder), "m")
+    assert found is not None
+    return found
+
+
 def meta_model(folder: Path) -> PreTrainedModel:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -170,8 +176,7 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
         expected = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, quantization_config=kind
         ).state_dict()
-    stored = StoredFormat("MXFP4", None) if form == "mxfp4" else StoredFormat("FP8", FP8_FORMS[form])
-    weight_files = WeightFiles(folder, stored)
+    weight_files = WeightFiles(folder, stored := format_of(folder))
     sources = match_tensors(meta_model(source), weight_files).sources
     expected = {name: value for name, value in expected.items() if name.endswith(("_proj", "_proj.weight"))}
     assert len(expected) > 3
@@ -190,8 +195,10 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
     cache = {"quant_cache": tmp_path / "cache"} if form == "mxfp4" else {}
     for ranks, train_type in ((2, "qlora"), (1, "qlora") if cache else (2, "lora")):
         theirs, ours = tmp_path / f"{ranks}{train_type}_stored", tmp_path / f"{ranks}{train_type}_decoded"
-        output = train_ok(ranks, theirs, model_name=folder, train_type=train_type, verbose=True, **common, **cache)
-        train_ok(ranks, ours, model_name=decoded, train_type=train_type, **common)
+        again = {"quant_type": "nf4"} if train_type == "qlora" else {}
+        options = {"train_type": train_type, **again, **common}
+        output = train_ok(ranks, theirs, model_name=folder, verbose=True, **options, **cache)
+        train_ok(ranks, ours, model_name=decoded, **options)
         assert read_metrics(theirs) == read_metrics(ours)
         assert f"The model is stored in {stored.name}: its weights are decoded to bf16" in output
     assert ("come from the cache" in output) == bool(cache)
@@ -199,7 +206,7 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
 
 def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
-    weight_files = WeightFiles(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+    weight_files = WeightFiles(tmp_path / "model", format_of(tmp_path / "model"))
     name = "model.layers.0.mlp.down_proj.weight"  # [64, 128]
     weight_files.read_flat(name, 0, 32 * 128)
     assert weight_files.bytes_read == 32 * 128 + 4 * 4
@@ -208,7 +215,7 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("scales", "words"),
     [
-        ({}, "is in FP8 and has no floating-point scale"),
+        ({}, "is in FP8 and has no scale"),
         ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )
@@ -219,7 +226,7 @@ def test_wrong_fp8_scales_are_refused_by_name(scales: dict, words: str, models: 
     del tensors[f"{name}_scale_inv"]
     save_file(tensors | {name + suffix: value for suffix, value in scales.items()}, file)
     with pytest.raises(UserError, match=re.escape(words)) as error:
-        WeightFiles(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+        WeightFiles(tmp_path / "model", format_of(tmp_path / "model"))
     assert name in str(error.value)
 
 

@@ -14,22 +14,20 @@ These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is
 
 bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
 (X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read: in cache entries, and in models saved
-by the quantize command, which have EXPERTS_KEY in their quantization_config.
+by the quantize command, which have `packed.EXPERTS_KEY` in their quantization_config.
 """
 
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
 from fsdp_qlora.model.quantizers.base import (
@@ -46,7 +44,6 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 # Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
 _SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
-EXPERTS_KEY = "fsdp_qlora_experts"
 _STATE_BYTES = 256  # enough for the JSON of any shape: a file's layout must not depend on the mean's digits
 NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
@@ -303,56 +300,3 @@ def packed_tensors(names: Iterable[str]) -> set[str]:
     """The names of the tensors that 4-bit weights consist of. names: all tensors of a model's files."""
     states = {name for name in names if PACKED_STATE in name}
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
-
-
-class PackedFormat(NamedTuple):
-    """The 4-bit format of a model's weight files, from its quantization_config.
-
-    skipped: modules that were not quantized. has_experts: whether the expert parameters are in 4 bits too.
-    """
-
-    quant_type: str
-    double_quant: bool
-    skipped: list[str] | None
-    has_experts: bool = False
-
-    def is_quantized(self, path: str) -> bool:
-        """Whether transformers quantizes the linear layer at `path` of a decoder block."""
-        return bool(should_convert_module(path, self.skipped))
-
-    def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """Describe in one line that the model's settings are used, and the options that they override."""
-        options = {"quant_type": quant_type, "double_quant": double_quant}
-        ignored = [f"--{name} {str(value).lower()}" for name, value in options.items() if value != getattr(self, name)]
-        return (
-            f"The model is quantized already ({self.quant_type}, {'' if self.double_quant else 'no '}double "
-            "quantization): its own 4-bit weights are used as they are"
-            + (f", and {' and '.join(ignored)} has no effect." if ignored else ".")
-        )
-
-
-def quantization_settings(config: PretrainedConfig) -> Mapping[str, Any]:
-    """A model's quantization_config; empty if it has none."""
-    settings = getattr(config, "quantization_config", None) or {}
-    return settings if isinstance(settings, dict) else settings.to_dict()
-
-
-def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
-    """Remove a 4-bit quantization from a model's configuration and return it. Raises UserError for another format."""
-    if not (settings := quantization_settings(config)):
-        return None
-    # The model is built with plain layers, which ours then replace.
-    del config.quantization_config
-    if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
-        method = str(settings.get("quant_method", "an unnamed format"))
-        label = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
-        raise UserError(
-            f"model_name {name} is quantized as {label}, which is not supported. Give the model with 16- or 32-bit "
-            "weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
-        )
-    return PackedFormat(
-        quant_type=settings.get("bnb_4bit_quant_type", "fp4"),
-        double_quant=bool(settings.get("bnb_4bit_use_double_quant", False)),
-        skipped=settings.get("llm_int8_skip_modules"),
-        has_experts=bool(settings.get(EXPERTS_KEY, False)),
-    )

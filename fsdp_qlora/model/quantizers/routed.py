@@ -155,6 +155,7 @@ def _multiply(
 
     if lora_A is not None and lora_B is not None:
         lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
+    transposed = base.transposed if isinstance(base, QuantizedExperts) else transposed
     features, bias = base.shape[2 if transposed else 1], getattr(module, f"{name}_bias", None)
     out = (len(choices.tokens), features, dtype) if sums is None else (len(sums), features, sums.dtype)
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)

@@ -1,27 +1,28 @@
-"""Weight files in FP8 and MXFP4: tensors decoded to bf16 on the CPU as they are read, one part at a time.
+"""Weight files in FP8, MXFP4 and NVFP4: tensors decoded to bf16 on the CPU as they are read, one part at a time.
 
 FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in / 128] (DeepSeek-V3,
 Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
 MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 16] with two codes per byte, and
 X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [experts, in, out].
+compressed-tensors (MXFP4, NVFP4): X.weight_packed [out, in / 2] and X.weight_scale; modelopt (NVFP4): X.weight.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig
 
-from fsdp_qlora.model.quantizers.bnb_4bit import quantization_settings
+from fsdp_qlora.model.quantizers.base import Matrix
+from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
+from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
+from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
+from fsdp_qlora.model.quantizers.packed import PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = ("_scale_inv", "_scale")
-_UNUSED = ("activation_scale", "input_scale")  # scales of 8-bit activations, which have 16 bits here
+_E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
-_MXFP4_VALUES = 32  # values that share a scale
 _ADVICE = "Give the model with 16- or 32-bit weights."
 
 # (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
@@ -63,52 +64,50 @@ class DecodedTensor:
         raise NotImplementedError
 
 
-class StoredFormat(NamedTuple):
-    """A storage format that is decoded while reading. block: (rows, columns) that share an FP8 scale, if any."""
-
-    name: str
-    block: tuple[int, int] | None
-
-    def describe_use(self, *, quantizes: bool) -> str:
-        """Describe how the weights are used, in one line."""
-        use = "and quantized again" if quantizes else "and kept in the precision of this run"
-        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {use}."
-
-
-def take_format(config: PretrainedConfig) -> StoredFormat | None:
-    """Remove an FP8 or MXFP4 quantization from a model's configuration and return it; None if there is none."""
-    settings = quantization_settings(config)
-    method, layout = settings.get("quant_method"), settings.get("format")
-    if method == "mxfp4":
-        stored = StoredFormat("MXFP4", None)
-    elif method in ("fp8", "fbgemm_fp8") or (method, layout) == ("compressed-tensors", "float-quantized"):
-        block = settings.get("weight_block_size")
-        stored = StoredFormat("FP8", tuple(block) if block else None)
-    else:
-        return None
-    del config.quantization_config
-    return stored
-
-
 def find_decoded(
-    stored: StoredFormat | None, entries: Mapping[str, StoredTensor], folder: Path
+    stored: PackedFormat | None, entries: Mapping[str, StoredTensor], folder: Path
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
     """Find the tensors that must be decoded. entries: all tensors of a model's files.
 
     Returns:
         Name in the model -> tensor decoded as it is read; and names of tensors that the model itself does not have.
     """
-    decoded: dict[str, DecodedTensor] = {}
-    kind = stored and stored.name
-    unused = {name for name in entries if kind == "FP8" and name.endswith(_UNUSED)}
-    for name, entry in entries.items():
-        if stored and kind == "FP8" and entry.dtype in _FP8 and name not in unused:
-            decoded[name] = _fp8_weight(name, entries, stored.block, folder)
-        elif kind == "MXFP4" and name.endswith("_blocks"):
-            decoded[name.removesuffix("_blocks")] = _mxfp4_experts(name, entries, folder)
-        elif entry.dtype == torch.float64:
-            decoded[name] = _RoundedDouble(name, entry.shape)
+    decoded: dict[str, DecodedTensor] = {
+        name: _RoundedDouble(name, entry.shape) for name, entry in entries.items() if entry.dtype == torch.float64
+    }
+    if stored is None:
+        return decoded, set()
+    names, unused = names_here(stored, entries)
+    for name in names:
+        if f"{name}.scale" in names:
+            decoded[name] = _decoded_weight(name, names, entries, stored, folder)
+        elif stored.quantizer == "fp8" and entries[names[name]].dtype in _FP8:
+            raise UserError(f"{folder}: {name} is in FP8 and has no scale. {_ADVICE}")
     return decoded, unused | {part for name, tensor in decoded.items() for part in tensor.parts if part != name}
+
+
+def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, str], set[str]]:
+    """Name here -> name in the files, for the tensors of a packed model; and those in the files that are unused."""
+    names = {name: packed.name_here(name) for name in entries}
+    codes = {own for name, own in names.items() if entries[name].dtype in (torch.uint8, *_FP8)}
+    here = {}
+    for name, own in names.items():
+        if own is not None:
+            of_other = own.endswith((".scale", ".global_scale")) and own.rpartition(".")[0] not in codes
+            here[name if of_other else own] = name
+    return here, {name for name, own in names.items() if own is None}
+
+
+def find_packed(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
+    """As `find_decoded`, for weights that are kept as they are: their codes and statistics as bytes."""
+    names, unused = names_here(packed, entries)
+    found: dict[str, DecodedTensor] = {}
+    for name, source in names.items():
+        base = name.removesuffix(".scale").removesuffix(".global_scale")
+        if f"{base}.scale" in names:
+            is_scale = packed.quantizer == "fp8" and name != base  # which may have 8, 16 or 32 bits
+            found[name] = _Bytes(source, entries[source], torch.float32 if is_scale else None)
+    return found, unused | {source for name, source in names.items() if source != name}
 
 
 class _RoundedDouble(DecodedTensor):
@@ -121,16 +120,26 @@ class _RoundedDouble(DecodedTensor):
         return read(self.parts[0], begin, end).float()
 
 
-def _fp8_weight(
-    name: str, entries: Mapping[str, StoredTensor], block: tuple[int, int] | None, folder: Path
-) -> "_Fp8Weight":
-    scale = next((name + suffix for suffix in _SCALES if name + suffix in entries), None)
-    shape = entries[name].shape
-    if scale is None or not entries[scale].dtype.is_floating_point:
-        raise UserError(f"{folder}: {name} is in FP8 and has no floating-point scale. {_ADVICE}")
-    if len(shape) != 2:
-        raise UserError(f"{folder}: {name} is in FP8 and has shape {list(shape)}, but must be a matrix. {_ADVICE}")
-    return _Fp8Weight(name, scale, shape, *_scale_block(shape, entries[scale].shape, block, name))
+def _decoded_weight(
+    name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat, folder: Path
+) -> DecodedTensor:
+    parts = [names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names]
+    shape, scales = (entries[part].shape for part in parts[:2])
+    if stored.quantizer == "fp8":
+        if len(shape) != 2 or not entries[parts[1]].dtype.is_floating_point:
+            raise UserError(
+                f"{folder}: {name} is in FP8, has shape {list(shape)} and a scale of type {entries[parts[1]].dtype}, "
+                f"but must be a matrix with floating-point scales. {_ADVICE}"
+            )
+        block = (stored.options or {}).get("block")
+        return _Fp8Weight(parts[0], parts[1], shape, *_scale_block(shape, scales, block, name))
+    options = dict(stored.options or {})
+    is_transposed, quantizer = options.pop("is_upright", False), _E2M1[stored.quantizer]
+    *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
+    whole = torch.Size([*matrices, rows, 2 * columns])
+    if scales.numel() * quantizer.group_size != whole.numel() or whole[-1] % quantizer.group_size:
+        raise UserError(f"{folder}: {name} {list(shape)} with scales {list(scales)} is not in {stored.name}. {_ADVICE}")
+    return _E2m1Tensor(parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed)
 
 
 def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
@@ -164,31 +173,39 @@ class _Fp8Weight(DecodedTensor):
         return values.float().mul_(scales[of_row][:, of_column])
 
 
-def _mxfp4_experts(blocks: str, entries: Mapping[str, StoredTensor], folder: Path) -> "_Mxfp4Experts":
-    scales = f"{blocks.removesuffix('_blocks')}_scales"
-    shape = entries[blocks].shape
-    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in entries
-    if not fits or entries[scales].shape != shape[:3]:
-        raise UserError(f"{folder}: {blocks} {list(shape)} does not contain experts in MXFP4. {_ADVICE}")
-    experts, rows, groups, _ = shape
-    return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * _MXFP4_VALUES, rows]))
+class _E2m1Tensor(DecodedTensor):
+    """A weight in MXFP4 or NVFP4.
 
+    transposes: whether each matrix is stored as [out, in] and used as [in, out], so that it is decoded as a whole.
+    """
 
-class _Mxfp4Experts(DecodedTensor):
-    """Experts in MXFP4. Each is decoded as a whole, since it is stored as [out, in] and used as [in, out]."""
-
-    def __init__(self, parts: list[str], shape: torch.Size) -> None:
-        super().__init__(parts, shape, torch.bfloat16, unit=math.prod(shape[1:]))
+    def __init__(self, parts: list[str], layer: E2m1Weight, transposes: bool) -> None:
+        *matrices, rows, columns = layer.shape
+        shape = torch.Size([*matrices, columns, rows] if transposes else layer.shape)
+        super().__init__(parts, shape, torch.bfloat16, unit=rows * columns if transposes else layer.group_size)
+        self._layer, self._transposes = layer, transposes
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        blocks, scales = self.parts
-        groups, rows = self.shape[1] // _MXFP4_VALUES, self.shape[2]
-        count, size = rows * groups, _MXFP4_VALUES // 2
-        return convert_moe_packed_tensors(
-            read(blocks, begin * count * size, end * count * size).view(-1, rows, groups, size),
-            read(scales, begin * count, end * count).view(-1, rows, groups),
-            dtype=self.dtype,
-            rows_per_chunk=_PIECE // _MXFP4_VALUES,
+        codes, scale, *others = self.parts
+        first, count, size = begin * self.unit, (end - begin) * self.unit, self._layer.group_size
+        part = self._layer.decode_tensors(
+            Matrix((count,)),
+            self.dtype,
+            read(codes, first // 2, (first + count) // 2),
+            read(scale, first // size, (first + count) // size),
+            *(read(other, 0, 1) for other in others),
         )
+        return part.view(-1, self.shape[2], self.shape[1]).mT.contiguous() if self._transposes else part
+
+
+class _Bytes(DecodedTensor):
+    """The bytes of a tensor in a dtype (None for its own), [.., bytes of the last dim]."""
+
+    def __init__(self, name: str, entry: StoredTensor, dtype: torch.dtype | None) -> None:
+        *rows, columns = entry.shape or (1,)
+        self._dtype = dtype or entry.dtype
+        size = self._dtype.itemsize
+        super().__init__([name], torch.Size([*rows, columns * size]), torch.uint8, unit=size)
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        return read(self.parts[0], begin, end).to(self._dtype).view(torch.uint8)

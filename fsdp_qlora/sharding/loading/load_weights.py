@@ -21,7 +21,7 @@ from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
-from fsdp_qlora.model.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
@@ -153,12 +153,15 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
-    """The tensors of a quantized weight, as flat bytes. Each rank reads the bytes of its shards."""
+    """The tensors of a quantized weight, as bytes (flat, or of each expert). Each rank reads those of its shards."""
     targets: dict[str, _Target] = {}
+    num_experts = layer.shape[0] if isinstance(layer, QuantizedExperts) else 1
     for suffix, stored in layer.stored_parameters().items():
+        size, rest = divmod(stored.form.num_bytes, num_experts)
+        shape = torch.Size([stored.form.num_bytes] if rest else [num_experts, size])
         bounds = functools.partial(layer.stored_range, stored)
         store = functools.partial(_store_bytes, layer, stored, weight + suffix)
-        targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), bounds, store)
+        targets[weight + suffix] = _Target(shape, bounds, store)
     for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
         targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
     return targets
@@ -380,7 +383,8 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
         if source not in files.files:
             continue
         shape, form, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
-        if shape is not None and shape != form.shape:
+        is_packed = form.dtype == torch.uint8 and not targets[name].is_weight  # bytes, whatever their shape is
+        if shape is not None and (shape.numel() != form.num_bytes if is_packed else shape != form.shape):
             yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"
         if targets[name].is_weight and form.dtype not in _FLOATS:
             yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
-from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
+from fsdp_qlora.model.quantizers.packed import PackedFormat
+from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredTensor, find_decoded, find_packed
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
@@ -54,7 +55,8 @@ class WeightFiles:
 
     Args:
         stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
-        as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
+        packed: the format of tensors that are presented as bytes, under the names that quantized layers give them.
+        as_bytes: present every tensor as flat bytes, not only those of packed weights.
         file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
@@ -64,7 +66,13 @@ class WeightFiles:
     """
 
     def __init__(
-        self, folder: Path, stored: StoredFormat | None = None, *, as_bytes: bool = False, file: str | None = None
+        self,
+        folder: Path,
+        stored: PackedFormat | None = None,
+        *,
+        packed: PackedFormat | None = None,
+        as_bytes: bool = False,
+        file: str | None = None,
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
@@ -75,7 +83,7 @@ class WeightFiles:
                 size = entries[name].shape.numel() * entries[name].dtype.itemsize
                 entries[name] = entries[name]._replace(dtype=torch.uint8, shape=torch.Size([size]))
         self._entries = entries
-        decoded, unknown = find_decoded(stored, self._entries, folder)
+        decoded, unknown = find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
         files = {name: entry.file for name, entry in self._entries.items()}
         files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
