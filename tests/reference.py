@@ -7,8 +7,10 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (
@@ -129,6 +131,36 @@ def train_peft(
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model
+
+
+def train_plainly(
+    base: torch.nn.Module, batches: list[dict[str, torch.Tensor]], target_modules: str, sgd_lr: float = 0.0
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Three full-batch steps of PEFT's adapter, by AdamW: losses, gradient norms, and the adapter.
+
+    Args:
+        batches: arguments of the model and labels, of a row each. target_modules: a pattern of all of a path.
+        sgd_lr: of stochastic gradient descent instead.
+    """
+    model = peft_model(base, r=4, lora_alpha=6, target_modules=target_modules).train()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for name, parameter in trained.items():
+        parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=5))
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
+    optimizer, losses, norms = torch.optim.SGD(trained.values(), lr=sgd_lr) if sgd_lr else optimizer, [], []
+    count = sum(int((batch["labels"][0, 1:] != -100).sum()) for batch in batches)
+    for _ in range(3):
+        total = torch.zeros(())
+        for batch in batches:
+            inputs = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
+            logits = model(**inputs, use_cache=False).logits[0, :-1]
+            total = total + F.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
+        (total / count).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count)
+    return losses, norms, get_peft_model_state_dict(model)
 
 
 def peft_model(base: torch.nn.Module, **options: object) -> PeftModel:

@@ -1,16 +1,17 @@
 """Measures the memory of a decoder block: one pass of the block on the meta device, its storages counted."""
 
+import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.data.batches.rows import Lengths
@@ -18,7 +19,6 @@ from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
-from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
 
@@ -110,13 +110,9 @@ def measure_blocks(
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
         described = documents_of_part(described, 0, num_parts)
-    measured: dict[Any, BlockBytes] = {}
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN, ContextGroup(num_parts)):
-            inputs = _arguments(parts, precision, described)
-            for block in parts.blocks:
-                if (kind := _kind(block)) not in measured:
-                    measured[kind] = _measure(block, precision, inputs)
+            return _measure_all(parts, precision, described)
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
         log.info("The memory that a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
@@ -124,32 +120,101 @@ def measure_blocks(
         row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
         kept = [row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block)) for block in parts.blocks]
         return [BlockBytes(count, 2 * count, 2 * count) for count in kept]
-    return [measured[_kind(block)] for block in parts.blocks]
+
+
+class _OnMeta(TorchDispatchMode):
+    """Computes on the meta device what has an argument there. What has none, such as positions, keeps its values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(each, torch.Tensor) and each.is_meta for each in tree_leaves((args, kwargs))):
+            args, kwargs = _on_meta((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def _on_meta(values: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
+
+
+class _Measured(Exception):
+    """Ends a forward pass after the last block."""
+
+
+def _measure_all(parts: ModelParts, precision: Precision, described: Mapping[str, Any]) -> list[BlockBytes]:
+    """Measure each kind of block where the model's own code calls the first of it."""
+    measured: dict[Any, tuple[BlockBytes, Any]] = {}
+    found: list[BlockBytes] = []
+    embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
+    dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
+
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del block.forward  # called once
+        kind = _kind(block)
+        if kind not in measured:
+            x = args[0] if args else kwargs.pop("hidden_states")
+            inputs = _Inputs(tuple(x.shape), x.dtype, *_as_leaves(_on_meta((args[1:], kwargs))))
+            measured[kind] = _measure(block, precision, inputs)
+        found.append(measured[kind][0])
+        if len(found) == len(parts.blocks):
+            raise _Measured
+        return measured[kind][1]
+
+    handle = parts.embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
+    try:
+        for block in parts.blocks:
+            block.forward = partial(forward, block)
+        with _OnMeta(), contextlib.suppress(_Measured):
+            input_ids = torch.zeros_like(described["position_ids"])
+            parts.model.base_model(input_ids=input_ids, use_cache=False, **described)
+    finally:
+        handle.remove()
+        for block in parts.blocks:
+            vars(block).pop("forward", None)
+    return found
 
 
 def _kind(block: nn.Module) -> Any:
+    """A key for blocks that take the same memory: their parameters, and the plain settings of their modules."""
     parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
-    windows = tuple(getattr(module, "sliding_window", None) for module in block.modules())
-    return type(block), parameters, windows
+    settings = [
+        (name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | str | None) and name not in ("layer_idx", "layer_index", "seed", "training")
+    ]
+    return type(block), parameters, tuple(settings)
 
 
-def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> BlockBytes:
+def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> tuple[BlockBytes, Any]:
+    """Returns the bytes, and the block's output."""
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counts = {}
+    counts, output = {}, None
     for recomputes in (False, True):
         wrapped.is_on = recomputes
         set_save_inputs_only(wrapped, not recomputes)
         x = torch.empty(inputs.shape, dtype=inputs.dtype, device="meta", requires_grad=True)
-        uncounted = filter(torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves(inputs)])
+        told = [dict(each) if isinstance(each, Mapping) else each for each in inputs.kwargs.values()]
+        uncounted = filter(
+            torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((inputs, told))]
+        )
         with CountedStorages(uncounted) as count, precision.autocasting(torch.device("cpu")):
             y = wrapped(x, *inputs.args, **inputs.kwargs)
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
+            output = x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
             del y
             kept, count.most = count.now, count.now
             loss.backward()
         counts[recomputes] = kept, count.most
         wrapped.zero_grad()
-    return BlockBytes(*counts[False], counts[True][1])
+        for each in filter(lambda each: isinstance(each, MutableMapping), inputs.kwargs.values()):
+            # What it tells later blocks, whose backward passes end there.
+            each.update({key: _as_leaves(value) for key, value in each.items()})
+    return BlockBytes(*counts[False], counts[True][1]), output
+
+
+def _as_leaves(values: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), values
+    )
 
 
 def _as_gathered(block: nn.Module, precision: Precision) -> nn.Module:
@@ -169,31 +234,3 @@ class _Inputs(NamedTuple):
     dtype: torch.dtype
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-class _Reached(Exception):
-    """Ends a forward pass at the first block."""
-
-
-def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any]) -> _Inputs:
-    """Find the arguments of the first block by the model's own code, with hidden states that take no memory."""
-    model: PreTrainedModel = parts.model
-    embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
-    dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
-    tokens, hidden = told["position_ids"].shape[1], block_shapes(model.config)[0].hidden
-    inputs: list[_Inputs] = []
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else kwargs.pop("hidden_states")
-        on_meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args[1:], kwargs))
-        inputs.append(_Inputs(tuple(x.shape), x.dtype, *on_meta))
-        raise _Reached
-
-    handle = parts.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        model.base_model(inputs_embeds=torch.zeros((), dtype=dtype).expand(1, tokens, hidden), use_cache=False, **told)
-    except _Reached:
-        pass
-    finally:
-        handle.remove()
-    return inputs[0]

@@ -271,9 +271,12 @@ def router_linears(model: nn.Module) -> list[str]:
     routers = []
     for path, module in model.named_modules():
         counts = {child.num_experts for child in module.children() if loops_over_experts(child)}
-        for name, child in module.named_children():
-            if counts and isinstance(child, nn.Linear) and child.out_features in {1, *counts}:
-                routers.append(f"{path}.{name}")
+        for name, child in module.named_children() if counts else ():
+            linears = {inner: each for inner, each in child.named_modules() if isinstance(each, nn.Linear)}
+            if len(linears) == 1:  # a router that is a module of its own has no other one (gemma4)
+                [(inner, linear)] = linears.items()
+                if linear.out_features in ({*counts} if inner else {1, *counts}):
+                    routers.append(f"{path}.{name}.{inner}".rstrip("."))
     return routers
 
 
