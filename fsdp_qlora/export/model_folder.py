@@ -58,7 +58,7 @@ def build_plain_model(
         experts_implementation="eager",
         trust_remote_code=trust_remote_code,
     )
-    route_experts(model)
+    route_experts(model, device)
     return model
 
 

@@ -99,7 +99,7 @@ def build_model(
         experts_implementation=_ROUTED if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
-    route_experts(model)
+    route_experts(model, device)
     fuse_modules(model)
     keep_documents_apart(model)
     compute_rope_by_row(model)

@@ -16,6 +16,7 @@ from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import Kind, ModelParts, count_bytes
+from fsdp_qlora.model.quantizers.routed import GROUP_BYTES
 from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.fit import Placement
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
@@ -328,7 +329,8 @@ class _Estimate:
             return 0
         whole = max(self._trained_weights(block, adapters=False) for block in self.parts.blocks)
         kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
-        largest = max(math.prod(shape[-2:]) for shape in self.parts.matrices)
+        group = GROUP_BYTES["cuda"] // step.precision.compute_dtype.itemsize  # of experts, decoded together
+        largest = max(max(math.prod(shape[-2:]), min(math.prod(shape), group)) for shape in self.parts.matrices)
         trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
         exchanged = ALLOCATOR["exchanged"] * self.hidden * (step.layout.context_size > 1)
         return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained + exchanged)

@@ -125,10 +125,47 @@ def test_experts_and_their_adapters_compute_what_transformers_and_peft_do(family
     assert max(relative_error(*pair) for pair in zip(own, theirs, strict=True)) < 1e-5
 
 
+@pytest.mark.parametrize("group_bytes", [2**30, 200_000])  # all experts, and some at a time
+@pytest.mark.parametrize(
+    ("family", "train_type"),
+    [("qwen3_moe", "qlora"), ("gpt_oss", "hqq_lora"), ("mixtral", "int8_lora"), ("llama4_text", "lora")],
+)
+def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_type: str, group_bytes: int) -> None:
+    model, _ = build(family, train_type, adapted=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    modules = [module for module in model.modules() if hasattr(module, "group_bytes")]
+    found, launched = [], []
+    for size in (0, group_bytes):
+        for module in modules:
+            module.group_bytes = size
+        with Reads() as counted:
+            logits = [model(input_ids=rows).logits for rows in (PROBE, PROBE[:, :1])]  # with 2 tokens, experts are idle
+            grads = torch.autograd.grad(sum((each * each.detach().cos()).sum() for each in logits), trained)
+        found.append([*logits, *grads])
+        launched.append(counted.counts["_grouped_mm"])
+    assert modules and launched[0] == 0 < launched[1]
+    assert max(relative_error(*pair) for pair in zip(*found, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "lora"])
+def test_a_group_takes_as_many_operators_whatever_its_experts(train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, counts = torch.randint(SIZES["vocab_size"], (16, 64), generator=torch.Generator().manual_seed(0)), []
+    for experts in (4, 16):
+        monkeypatch.setitem(CASES["qwen3_moe"], "num_experts", experts)
+        model, _ = build("qwen3_moe", train_type, adapted=True)
+        for module in model.modules():
+            vars(module)["group_bytes"] = 2**30
+        with Reads() as counted:
+            model(input_ids=rows, attention_mask=torch.ones_like(rows)).logits.sum().backward()
+        counts.append(counted.counts)
+    assert not counts[0] - counts[1] and not counts[1] - counts[0]
+
+
 def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
     experts, tokens, size = 8, 64, 32
     own = torch.randn(experts, tokens, size, generator=torch.Generator().manual_seed(0)).bfloat16()
-    choices = Choices.of(torch.arange(tokens).repeat(experts), [tokens * (n + 1) for n in range(experts)])
+    ends = [tokens * (n + 1) for n in range(experts)]
+    choices = Choices(torch.arange(tokens).repeat(experts), ends, torch.tensor(ends, dtype=torch.int32))
     module = nn.Module()
     module.down_proj = nn.Parameter(torch.eye(size).expand(experts, size, size).bfloat16(), requires_grad=False)
     shares, sums = torch.full((experts * tokens,), 1 / 8).bfloat16(), torch.empty(tokens, size).bfloat16()

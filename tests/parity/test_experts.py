@@ -282,7 +282,7 @@ def test_experts_and_routers_are_found_by_structure(family: str, routers: set[st
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {})})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    route_experts(model)
+    route_experts(model, torch.device("cpu"))
     in_block = {name.split(".", 4)[4] for name in expert_parameters(model)}
     assert in_block == {"experts.down_proj", "experts.gate_up_proj"}
     assert {name.split(".", 3)[3] for name in router_linears(model)} == routers

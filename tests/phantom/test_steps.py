@@ -69,12 +69,12 @@ STEPS = {
     # The host also waits for each of four layers' counts, forward and recomputed.
     "experts": Step(2, EXPERTS, {
         "syncs": 9, "all_gather": (16, 858_176), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
-        "reduce_scatter": (5, 775_168), "host_to_device at work": 25_296, "device_to_host at work": 640,
+        "reduce_scatter": (5, 775_168), "host_to_device at work": 25_296, "device_to_host at work": 384,
     }, model=MIXTURE, program=ROUTED),
     "experts, offload": Step(2, {**EXPERTS, **OFFLOAD}, {
         "syncs": 9, "all_gather": (16, 858_176), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
         "reduce_scatter": (5, 775_168), "host_to_device beside": 254_272, "host_to_device at work": 33_488,
-        "device_to_host at work": 640,
+        "device_to_host at work": 384,
     }, model=MIXTURE, program=ROUTED),
 }  # fmt: skip
 EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")

@@ -89,6 +89,12 @@ CASES: dict[str, Case] = {
     ),
     "experts": Case(EXPERTS, model=MIXTURE),
     "experts, offload": Case({**EXPERTS, **OFFLOAD}, model=MIXTURE),
+    "experts, Hopper": Case(
+        {**EXPERTS, "precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1},
+        model=MIXTURE,
+        capability=90,
+        allowed=HALVES,
+    ),
     "soft caps": Case({}, model=("gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 16})),
     "Turing": Case({"precision": "fp16_autocast"}, capability=75, allowed=HALVES),
     "Hopper": Case({"precision": "bf16"}, capability=90, allowed=HALVES),

@@ -273,4 +273,4 @@ class LoraExperts(nn.Module):
 
     def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
         first, second = (lora_B.mT, lora_A.mT) if self.swaps else (lora_A, lora_B)
-        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), second.contiguous(), self.scaling)
+        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), (second * self.scaling).contiguous())

@@ -32,11 +32,25 @@ class Matrix(NamedTuple):
 
     shape: the matrix's shape. first: index of its first element in the stored weight, at the start of a block or group.
     transposed: whether the matrix is stored as [in, out], not [out, in].
+    among: the matrices of `shape` [matrices, ..] are at these places [matrices] among so many from the first one on.
     """
 
     shape: tuple[int, ...]
     first: int = 0
     transposed: bool = False
+    among: tuple[torch.Tensor, int] | None = None
+
+    def spans(self, unit: int) -> tuple[int, int]:
+        """The index of its first block or group of `unit` weights, and the number of them up to its last one."""
+        size = math.prod(self.shape) if self.among is None else math.prod(self.shape[1:]) * self.among[1]
+        return self.first // unit, -(-size // unit)
+
+    def choose(self, found: torch.Tensor) -> torch.Tensor:
+        """Choose the rows of its matrices among those (codes or statistics) of all blocks that it spans."""
+        if self.among is None:
+            return found
+        places, count = self.among
+        return found.unflatten(0, (count, -1))[places].flatten(0, 1)
 
 
 class FrozenProduct(NamedTuple):

@@ -264,10 +264,10 @@ def _select(
 
     nested: nested_absmax and absmax_offset, with double_quant.
     """
-    first, count = part.first // _BLOCKSIZE, -(-math.prod(part.shape) // _BLOCKSIZE)
-    codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
+    first, count = part.spans(_BLOCKSIZE)
+    codes = part.choose(_elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2))
     if not nested:
-        return codes, _elements(absmax, torch.float32, first, count)
+        return codes, part.choose(_elements(absmax, torch.float32, first, count))
     # A matrix starts at a block of weights, but its first absmax may be inside a block of 256 absmax shared with
     # the previous expert. So absmax is decoded from the beginning of that block.
     skipped = first % NESTED_BLOCKSIZE
@@ -279,7 +279,7 @@ def _select(
     decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         absmax_8bit, scales, _nested_code(weight.device), NESTED_BLOCKSIZE, torch.float32
     )
-    return codes, decoded.add_(offset)[skipped:]
+    return codes, part.choose(decoded.add_(offset)[skipped:])
 
 
 def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:

@@ -30,6 +30,7 @@ _SOLVER = {
 # Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 # Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to subtract and scale.
+_DECODED_PIECE = 2**24  # weights of which a GPU decodes no fewer at a time: launches take longer then
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 
@@ -53,12 +54,12 @@ class HqqWeight(QuantizedWeight):
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         weight, scale_zero = tensors
-        num_weights = math.prod(part.shape)
-        first, count = part.first // self.group_size, -(-num_weights // self.group_size)
-        packed = weight.view(torch.uint8)[first : first + count]
-        statistics = scale_zero.view(torch.float16)[first : first + count]
+        num_weights, (first, span) = math.prod(part.shape), part.spans(self.group_size)
+        packed = part.choose(weight.view(torch.uint8)[first : first + span])
+        statistics = part.choose(scale_zero.view(torch.float16)[first : first + span])
+        count = len(packed)
         decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
-        step = _groups_at_a_time(weight.device, self.group_size)
+        step = _groups_at_a_time(weight.device, self.group_size, _DECODED_PIECE)
         for start in range(0, count, step):
             groups = slice(start, start + step)
             _values(_unpack(packed[groups], self.n_bits), statistics[groups], out=decoded[groups])
@@ -107,9 +108,9 @@ class HqqExperts(QuantizedExperts, HqqWeight):
     """The experts of a layer in HQQ's codes."""
 
 
-def _groups_at_a_time(device: torch.device, group_size: int) -> int:
+def _groups_at_a_time(device: torch.device, group_size: int, piece: int = 2**22) -> int:
     """The number of groups to quantize or decode at once in float32: they fit into a CPU's cache, or fill a GPU."""
-    return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
+    return max(1, (2**18 if device.type == "cpu" else piece) // group_size)
 
 
 def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

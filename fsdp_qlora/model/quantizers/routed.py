@@ -1,77 +1,179 @@
-"""The experts of a layer, one decoded at a time, with one wait of the host: an experts function for transformers.
+"""The experts of a layer, decoded in groups, with one wait of the host: an experts function for transformers.
 
 transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out], and
 lets a function of the caller's multiply with them: `experts_forward`. A module of experts that it gives every token
 (llama4) gets `all_tokens_forward`, which multiplies those tokens alone that chose an expert.
 
 Shapes: T tokens choose k of E experts each, N = T k choices, which are sorted by expert. An expert's matrix is W
-[out, in], its bias b [out], its adapter A [rank, in] and B [out, rank], scaled by s. The first product takes tokens
+[out, in], its bias b [out], its adapter A [rank, in] and B [out, rank], which is scaled. The first product takes tokens
 [T, in] and gives a row for each choice; the second takes such rows h [N, in], weights what it makes of them by the
 router's p [N], and adds it up by token.
 
 Only what the products are given is kept for the backward pass. With g the gradient of a token's sum and
-z = g W + s g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not needed.
+z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not needed.
 """
 
 import inspect
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.model.architecture.kept import Kept
 from fsdp_qlora.model.architecture.models import block_linears, find_blocks, read_directly
-from fsdp_qlora.model.quantizers.base import FrozenProduct, QuantizedExperts, computing_dtype, plain_product
+from fsdp_qlora.model.quantizers.base import FrozenProduct, Matrix, QuantizedExperts, computing_dtype, plain_product
+
+log = logging.getLogger("fsdp_qlora")
+
+# Decoded weights and rows of a group. On a GPU decoding so many takes longer than launching what a group needs; on a
+# CPU they stay in its cache.
+GROUP_BYTES = {"cpu": 2 * 2**20, "cuda": 384 * 2**20}
+_ALIGNED_BYTES = 16  # that rows of its matrices are multiples of
+_MOST_EXPERTS = 1023  # of the kernel
+
+
+class Group(NamedTuple):
+    """Experts that are decoded and multiplied together.
+
+    experts: numbers, ascending. where: selects them in a tensor [experts of the layer, ..]. rows: their choices.
+    ends: of each expert's rows [G] in these; on_device: the same, int32, of several experts.
+    """
+
+    experts: list[int]
+    where: slice | torch.Tensor
+    rows: slice
+    ends: list[int]
+    on_device: torch.Tensor
+
+    def matrices(self, shape: tuple[int, ...]) -> Matrix:
+        """The experts' matrices in a quantized weight of this shape, which one kernel decodes."""
+        first, last = self.experts[0], self.experts[-1]
+        among = None if isinstance(self.where, slice) else (self.where - first, last + 1 - first)
+        return Matrix((len(self.experts), *shape[1:]), first * math.prod(shape[1:]), among=among)
+
+    def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Multiply rows a [N, m] with their expert's matrix of b [G, m, n] -> [N, n]."""
+        if self._has_kernel(a, b):
+            y: torch.Tensor = F.grouped_mm(a, b, offs=self.on_device)
+            return y
+        y = a.new_empty(len(a), b.shape[2])
+        for index, rows in enumerate(self._parts()):
+            torch.mm(a[rows], b[index], out=y[rows])
+        return y
+
+    def add_product(self, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Add multiply(a, b) to y [N, n]."""
+        if self._has_kernel(a, b):
+            y.add_(self.multiply(a, b))
+            return
+        for index, rows in enumerate(self._parts()):
+            y[rows].addmm_(a[rows], b[index])
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Sums over each expert's rows of a [N, m] and b [N, n] -> [G, m, n]."""
+        if self._has_kernel(a, b):
+            return F.grouped_mm(a.T, b, offs=self.on_device)
+        sums = a.new_empty(len(self.experts), a.shape[1], b.shape[1])
+        for index, rows in enumerate(self._parts()):
+            torch.mm(a[rows].T, b[rows], out=sums[index])
+        return sums
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each choice its expert's row of those of all experts [E, n] -> [N, n]."""
+        if len(self.experts) == 1:
+            return rows[self.where].expand(self.ends[-1], -1)
+        counts = self.on_device.diff(prepend=self.on_device.new_zeros(1))
+        return rows[self.where].repeat_interleave(counts, dim=0, output_size=self.ends[-1])
+
+    def add_rows(self, y: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add rows [N, n] to those of their tokens [N] in y, in an order that is always the same."""
+        if y.is_cuda and len(self.experts) > 1:  # a token may occur twice, and index_add_ adds in any order there
+            y.index_put_((tokens,), rows, accumulate=True)
+        else:
+            y.index_add_(0, tokens, rows)
+
+    def _parts(self) -> Iterator[slice]:
+        return map(slice, [0, *self.ends[:-1]], self.ends)
+
+    def _has_kernel(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        if len(self.experts) == 1 or a.is_meta:
+            return False
+        steps = [stride for stride in (*a.stride(), *b.stride()) if stride != 1]
+        sizes = [size * a.element_size() for size in (a.shape[1], *b.shape[1:], *steps)]
+        is_aligned = not any(size % _ALIGNED_BYTES for size in (*sizes, a.data_ptr(), b.data_ptr())) and 0 not in steps
+        return len(self.experts) <= _MOST_EXPERTS and _can_group(a.device, a.dtype, is_aligned)
 
 
 class Choices(NamedTuple):
     """The tokens' choices of experts, sorted by expert.
 
-    tokens [N]: the row of a choice's token. parts: each expert that is chosen, and its choices.
+    tokens [N]: the row of a choice's token. ends, on_device [E]: of each expert's choices, on the host and int32.
     """
 
     tokens: torch.Tensor
-    parts: list[tuple[int, slice]]
+    ends: list[int]
+    on_device: torch.Tensor
 
-    @classmethod
-    def of(cls, tokens: torch.Tensor, ends: list[int]) -> "Choices":
-        """ends: of each expert's choices."""
-        starts = [0, *ends[:-1]]
-        parts = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-        return cls(tokens, [(expert, part) for expert, part in enumerate(parts) if part.stop > part.start])
+    def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
+        """The experts that are chosen, in groups of at most so many bytes of weights and rows, or of one expert."""
+        starts = [0, *self.ends[:-1]]
+        hit = [expert for expert, end in enumerate(self.ends) if end > starts[expert]]
+        groups: list[list[int]] = []
+        for expert in hit:
+            experts = [*groups[-1], expert] if groups else []
+            rows = self.ends[expert] - starts[experts[0]] if experts else 0
+            if experts and len(experts) * weight_bytes + rows * row_bytes <= most:
+                groups[-1] = experts
+            else:
+                groups.append([expert])
+        return [self._group(experts, starts[experts[0]], hit) for experts in groups]
+
+    def _group(self, experts: list[int], start: int, hit: list[int]) -> Group:
+        where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
+        if len(experts) <= experts[-1] - experts[0]:  # the device sorts those that are hit to the front, unread
+            is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
+            first = hit.index(experts[0])
+            where = is_idle.byte().sort(stable=True).indices[first : first + len(experts)]
+        ends = [self.ends[expert] - start for expert in experts]
+        on_device = self.on_device[where] - start if len(experts) > 1 else self.on_device
+        return Group(experts, where, slice(start, start + ends[-1]), ends, on_device)
 
 
 class AdaptedExperts(NamedTuple):
     """A 3-D parameter with low-rank updates: base [E, out, in], or [E, in, out] where the module's are transposed.
 
-    lora_A [E, rank, in], lora_B [E, out, rank]: their products are scaled by `scaling`.
+    lora_A [E, rank, in], lora_B [E, out, rank], with which the update is scaled.
     """
 
     base: nn.Parameter | QuantizedExperts
     lora_A: torch.Tensor
     lora_B: torch.Tensor
-    scaling: float
 
 
 class _Call(NamedTuple):
     """Inputs of a product that are no tensors.
 
-    product: of an expert's weight. gathers: x is [T, in], and [N, in] without. out: rows, features and dtype of y.
+    groups: of the experts. product: of a group's weights. gathers: x is [T, in], and [N, in] without. out: rows,
+    features and dtype of y.
     """
 
-    product: Callable[[int], FrozenProduct]
-    choices: Choices
+    groups: list[Group]
+    product: Callable[[Group], FrozenProduct]
+    tokens: torch.Tensor
     gathers: bool
-    scaling: float
     transposed: bool
     out: tuple[int, int, torch.dtype]
 
-    def rows(self, x: torch.Tensor, part: slice) -> torch.Tensor:
+    def rows(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """The rows of x that belong to these choices."""
-        return x[self.choices.tokens[part]] if self.gathers else x[part]
+        return x[self.tokens[group.rows]] if self.gathers else x[group.rows]
 
 
 def experts_forward(
@@ -80,8 +182,9 @@ def experts_forward(
     """Compute the experts of x [T, hidden] with indices and weights [T, k], as transformers' own functions do."""
     experts, order = top_k_index.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
-    ends = read_ends(torch.searchsorted(experts, numbers, right=True), len(hidden_states), len(order))
-    choices = Choices.of(order // top_k_index.shape[-1], ends)
+    on_device = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    ends = read_ends(on_device, len(hidden_states), len(order))
+    choices = Choices(order // top_k_index.shape[-1], ends, on_device)
     shares = top_k_weights.flatten()[order]
     h = _activated(module, hidden_states, choices)
     if not getattr(module, "has_post_expert_norm", False):
@@ -95,8 +198,10 @@ def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor
     is_chosen = hidden_states.ne(0).any(-1)
     per_expert = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
     num_tokens = len(hidden_states) // module.num_experts
-    ends = read_ends(per_expert.cumsum(0), num_tokens, num_tokens)
-    choices = Choices.of(is_chosen.byte().sort(descending=True, stable=True).indices[: ends[-1]], ends)
+    on_device = per_expert.cumsum(0, dtype=torch.int32)
+    ends = read_ends(on_device, num_tokens, num_tokens)
+    tokens = is_chosen.byte().sort(descending=True, stable=True).indices[: ends[-1]]
+    choices = Choices(tokens, ends, on_device)
     y = _multiply(module, "down_proj", _activated(module, hidden_states, choices), choices)
     return torch.zeros_like(hidden_states).index_copy(0, choices.tokens, y.to(hidden_states.dtype))
 
@@ -141,25 +246,39 @@ def _multiply(
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A row for each choice [N, out]; with `shares` [N] their weighted sums, as many and of the dtype as in `sums`."""
-    base, scaling, transposed = getattr(module, name), 0.0, is_transposed(module)
+    base, transposed = getattr(module, name), is_transposed(module)
     lora_A = lora_B = None
     if isinstance(base, AdaptedExperts):
-        base, lora_A, lora_B, scaling = base
+        base, lora_A, lora_B = base
     is_plain = not isinstance(base, QuantizedExperts)
     dtype, weight = (computing_dtype(x), base) if is_plain else (base.compute_dtype, None)
 
-    def product(expert: int) -> FrozenProduct:
+    def product(group: Group) -> FrozenProduct:
+        if len(group.experts) > 1:
+            return FrozenProduct(
+                dtype,
+                lambda x: [group.multiply(x, upright(group).mT)],
+                lambda grad: group.multiply(grad, upright(group)),
+            )
+        expert = group.experts[0]
         if is_plain:
             return plain_product(base[expert].T if transposed else base[expert], None, dtype)
         return base.frozen_product(base.expert(expert))
+
+    def upright(group: Group) -> torch.Tensor:
+        stored = base[group.where].to(dtype) if is_plain else base.dequantize(group.matrices(base.shape))
+        return stored.mT if transposed else stored
 
     if lora_A is not None and lora_B is not None:
         lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
     transposed = base.transposed if isinstance(base, QuantizedExperts) else transposed
     features, bias = base.shape[2 if transposed else 1], getattr(module, f"{name}_bias", None)
     out = (len(choices.tokens), features, dtype) if sums is None else (len(sums), features, sums.dtype)
+    most = getattr(module, "group_bytes", GROUP_BYTES["cpu"]) if not is_plain or _can_group(x.device, dtype) else 0
+    weights = math.prod(base.shape[1:]) * dtype.itemsize
+    row = sum(base.shape[1:]) * dtype.itemsize + (0 if shares is None else features * (dtype.itemsize + 4))
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
-    call = _Call(product, choices, gathers, scaling, transposed, out)
+    call = _Call(choices.groups(weights, row, most), product, choices.tokens, gathers, transposed, out)
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
 
@@ -177,17 +296,18 @@ class _RoutedProduct(torch.autograd.Function):
         *size, dtype = call.out
         # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
         y = x.new_empty(size, dtype=dtype) if shares is None else x.new_zeros(size, dtype=torch.float32)
-        for expert, part in call.choices.parts:
-            own = call.rows(x, part)
-            (result,) = call.product(expert).multiply(own)
+        for group in call.groups:
+            own = call.rows(x, group)
+            (result,) = call.product(group).multiply(own)
             if lora_A is not None:
-                result.addmm_(own @ lora_A[expert].T, lora_B[expert].T, alpha=call.scaling)
+                low = group.multiply(own, lora_A[group.where].mT)
+                group.add_product(result, low, lora_B[group.where].mT)
             if bias is not None:
-                result += bias[expert]
+                result += group.spread(bias)
             if shares is None:
-                y[part] = result
+                y[group.rows] = result
             else:
-                y.index_add_(0, call.choices.tokens[part], (result * shares[part, None]).float())
+                group.add_rows(y, call.tokens[group.rows], (result * shares[group.rows, None]).float())
         return y.to(dtype)
 
     @staticmethod
@@ -199,40 +319,57 @@ class _RoutedProduct(torch.autograd.Function):
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip((x, shares, *weights), ctx.needs_input_grad[2:], strict=True)
         ]
-        for expert, part in call.choices.parts:
-            _add_gradients(call, (expert, part), grads[0], (x, shares, *weights), found)
+        for group in call.groups:
+            _add_gradients(call, group, grads[0], (x, shares, *weights), found)
         return None, None, *found
 
 
-def _add_gradients(
-    call: _Call, of: tuple[int, slice], grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]
-) -> None:
-    """One expert's part of the gradients `found` of `inputs`: x, shares, W, b, A and B."""
-    (expert, part), (x, shares, _, bias, lora_A, lora_B) = of, inputs
+def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]) -> None:
+    """A group's part of the gradients `found` of `inputs`: x, shares, W, b, A and B."""
+    (x, shares, _, bias, lora_A, lora_B), (rows, where) = inputs, (group.rows, group.where)
     grad_x, grad_shares, grad_W, grad_b, grad_A, grad_B = found
-    own, tokens = call.rows(x, part), call.choices.tokens[part]
-    grad = grad_y[part] if shares is None else grad_y[tokens].to(x.dtype)
-    grad_own = call.product(expert).multiply_grad(grad)
+    own, tokens = call.rows(x, group), call.tokens[rows]
+    grad = grad_y[rows] if shares is None else grad_y[tokens].to(x.dtype)
+    grad_own = call.product(group).multiply_grad(grad)
     if lora_A is not None:
-        grad_low = grad @ lora_B[expert]
-        grad_own.addmm_(grad_low, lora_A[expert], alpha=call.scaling)
-    if shares is not None:
-        share = shares[part, None]
+        grad_low = group.multiply(grad, lora_B[where])
+        group.add_product(grad_own, grad_low, lora_A[where])
+    share = None if shares is None else shares[rows, None]
+    if share is not None:
         if grad_shares is not None:
             # z h + g b, for z = grad_own: for g (W h + b) each expert would be decoded and multiplied once more.
-            grad_shares[part] = (grad_own * own).sum(-1) + (0 if bias is None else grad @ bias[expert].to(grad.dtype))
+            grad_shares[rows] = (grad_own * own).sum(-1)
+            if bias is not None:
+                grad_shares[rows] += (grad * group.spread(bias).to(grad.dtype)).sum(-1)
         grad_own, own = (grad_own * share).to(x.dtype), (own * share).to(x.dtype)  # the latter for the weights'
     if grad_A is not None:
-        grad_A[expert].addmm_(grad_low.T, own, alpha=call.scaling)
-        grad_B[expert].addmm_(grad.T, own @ lora_A[expert].T, alpha=call.scaling)
+        grad_A[where] = group.outer(grad_low, own)
+        grad_B[where] = group.outer(grad, group.multiply(own, lora_A[where].mT))
     if grad_W is not None:
-        grad_W[expert] = own.T @ grad if call.transposed else grad.T @ own
+        grad_W[where] = group.outer(*((own, grad) if call.transposed else (grad, own))).to(grad_W.dtype)
     if grad_b is not None:
-        grad_b[expert] = grad.sum(0) if shares is None else (grad * share).sum(0)
+        grad_b[where] = group.outer(grad.new_ones(len(grad), 1) if share is None else share.to(grad.dtype), grad)[
+            :, 0
+        ].to(grad_b.dtype)
     if grad_x is not None and call.gathers:
-        grad_x.index_add_(0, tokens, grad_own)
+        group.add_rows(grad_x, tokens, grad_own)
     elif grad_x is not None:
-        grad_x[part] = grad_own
+        grad_x[rows] = grad_own
+
+
+@cache
+def _can_group(device: torch.device, dtype: torch.dtype, is_aligned: bool = True) -> bool:
+    """Whether torch multiplies such groups in one kernel, without waiting for the device; says once if it does not."""
+    if device.type == "cuda" and (
+        dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+    ):
+        reason = "on GPUs bf16 on compute capability 9 and 10"
+    elif not is_aligned:
+        reason = f"rows of a multiple of {_ALIGNED_BYTES} bytes"
+    else:
+        return True
+    log.info("Products of experts in %s are launched one by one: torch's grouped kernel takes %s.", dtype, reason)
+    return False
 
 
 # --- experts in a model ---
@@ -251,18 +388,22 @@ def _takes_all_tokens(module: nn.Module) -> bool:
     return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
 
 
-def route_experts(model: nn.Module) -> None:
+def route_experts(model: nn.Module, device: torch.device) -> None:
     """Let experts that transformers gives every token multiply with those that chose them alone, in a model as built.
+
+    device: where the model will compute, for the memory of a group of experts.
 
     The attribute `is_transposed` stays away: PEFT reads it, and takes their parameters as [experts, out, in].
     """
     for module in filter(_takes_all_tokens, model.modules()):
         own = {"_apply_gate": MethodType(apply_gate, module), "forward": MethodType(all_tokens_forward, module)}
         vars(module).update(takes_all_tokens=True, has_gate=True, **own)
+    for module in filter(loops_over_experts, model.modules()):
+        vars(module)["group_bytes"] = GROUP_BYTES[device.type]
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """Whether these experts are used one at a time: by transformers' attribute or `route_experts`'s."""
+    """Whether these experts are multiplied here: by transformers' attribute or `route_experts`'s."""
     return hasattr(module, "is_transposed") or hasattr(module, "takes_all_tokens")
 
 
@@ -281,7 +422,7 @@ def router_linears(model: nn.Module) -> list[str]:
 
 
 def expert_parameters(model: nn.Module) -> list[str]:
-    """Paths of the 3-D parameters inside the decoder blocks whose experts are used one at a time."""
+    """Paths of the 3-D parameters inside the decoder blocks whose experts are multiplied here."""
     inside = {*find_blocks(model).modules()}
     return [
         f"{path}.{name}"
