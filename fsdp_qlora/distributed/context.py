@@ -1,10 +1,14 @@
-"""Context parallelism: ranks that share the tokens of a micro-batch, and what they exchange for its attention.
+"""Context parallelism: ranks that share the tokens of a micro-batch, and what they exchange.
 
 Each rank has a contiguous part of the tokens, and in attention all tokens of a part of the heads (Ulysses, Jacobs et
-al. 2023). Shapes: N ranks, T tokens of all of them; H heads of queries, G of keys and values, whose size is D.
+al. 2023). In layers with a state a rank goes on from that of the rank before it. Shapes: N ranks, T tokens of all of
+them; H heads of queries, G of keys and values, whose size is D.
 """
 
+import itertools
 import math
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ class ContextGroup:
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
         self.size, self.rank, self.group = size, rank, group
+        self._sent: deque[dist.Work] = deque()  # they keep what is sent alive
 
     def own(self, length: int, rank: int | None = None) -> slice:
         """The part of this rank, or of another of the group, among so many tokens or heads."""
@@ -47,6 +52,48 @@ class ContextGroup:
     def to_tokens(self, attended: torch.Tensor) -> torch.Tensor:
         """The outputs of attention for a rank's heads, [T, H / N, D], become those of its tokens, [T / N, H, D]."""
         return self._exchanged(attended.unflatten(0, (self.size, -1))).transpose(0, 1).flatten(1, 2)
+
+    def pieces(self, lengths: list[int]) -> tuple[list[int], bool, bool]:
+        """The tokens of documents in this rank's part of T, whether the first began before, and the last goes on."""
+        own, ends = self.own(sum(lengths)), [0, *itertools.accumulate(lengths)]
+        found = [min(end, own.stop) - max(start, own.start) for start, end in itertools.pairwise(ends)]
+        return [length for length in found if length > 0], own.start not in ends, own.stop not in ends
+
+    def hand_on(self, values: torch.Tensor, *, trains: bool) -> torch.Tensor:
+        """Send values to the next rank, without a wait; if it trains, it returns the gradient of what is returned."""
+        self._send(values.detach().contiguous(), self.rank + 1)
+        if trains:
+            values = values if values.requires_grad else values.detach().requires_grad_()
+            values.register_hook(lambda grad: self._receive(grad.new_empty(grad.shape), self.rank + 1))
+        return values
+
+    def take_over(self, values: torch.Tensor, *, trains: bool) -> torch.Tensor:
+        """Fill a leaf of the graph with what the rank before hands on. Its gradient is sent back when it is known."""
+        self._receive(values.detach(), self.rank - 1)
+        if trains:
+            values.requires_grad_().register_post_accumulate_grad_hook(self._return_gradient)
+        return values
+
+    def _return_gradient(self, values: torch.Tensor) -> None:
+        assert values.grad is not None
+        self._send(values.grad.contiguous(), self.rank - 1)
+        values.grad = None
+
+    def _send(self, values: torch.Tensor, rank: int) -> None:
+        self._sent += self._start(dist.isend, values, rank)
+        while len(self._sent) > 8:  # of a few layers; the other rank may not have asked for the last ones yet
+            self._sent.popleft().wait()
+
+    def _receive(self, values: torch.Tensor, rank: int) -> torch.Tensor:
+        for work in self._start(dist.irecv, values, rank):
+            work.wait()
+        return values
+
+    def _start(self, operation: Callable[..., Any], values: torch.Tensor, rank: int) -> list[dist.Work]:
+        if self.group is None:
+            return []
+        # In a batch, NCCL takes the group's communicator, not one for each pair of ranks.
+        return dist.batch_isend_irecv([dist.P2POp(operation, values, group=self.group, group_peer=rank)])
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, differentiable; each rank has a share of what is computed of it."""
@@ -83,6 +130,19 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _Summed.apply(grads[0], ctx.group), None
+
+
+class Tied(torch.autograd.Function):
+    """Tied.apply(output, values) is the output, whose backward pass also reaches values that were handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.zeros = values.new_zeros(()).expand(values.shape)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], ctx.zeros
 
 
 def join_context(ranks: Ranks, size: int) -> ContextGroup:

@@ -109,9 +109,9 @@ def measure_blocks(
     """
     described = describe_documents(lengths.of_documents, lengths.shared, num_parts=num_parts)
     if num_parts > 1:
-        described = documents_of_part(described, 0, num_parts)
+        described = documents_of_part(described, 0, num_parts) | {"context_group": ContextGroup(num_parts)}
     try:
-        with attending(parts.model, EAGER if documents == EAGER else VARLEN, ContextGroup(num_parts)):
+        with attending(parts.model, EAGER if documents == EAGER else VARLEN):
             return _measure_all(parts, precision, described)
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]

@@ -27,7 +27,7 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.architecture.token_mixers import has_convolution
+from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolution
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -345,9 +345,9 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
         return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
     if rope := changing_rope(parts.model.config):
         return f"its rope type {rope[0]} depends on the length of whole rows"
-    owners = [module for block in parts.blocks for module in block.modules()]
-    mixing = {type(module).__name__ for module in owners if has_convolution(module)}
-    return f"{', '.join(sorted(mixing))} mixes tokens without attention" if mixing else None
+    mixers = filter(has_convolution, (module for block in parts.blocks for module in block.modules()))
+    stuck = {type(module).__name__ for module in mixers if not can_continue(module)}
+    return f"{', '.join(sorted(stuck))} takes no state from other ranks" if stuck else None
 
 
 def check_context(parts: ModelParts, documents: str | None, size: int) -> None:

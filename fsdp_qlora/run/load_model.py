@@ -34,7 +34,7 @@ from fsdp_qlora.model.adapters.first_values import LiveValues, initialize_adapte
 from fsdp_qlora.model.adapters.insert import fill_start, reduces_base
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture.fused import describe_fused
-from fsdp_qlora.model.architecture.token_mixers import layers_apart
+from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
@@ -241,8 +241,10 @@ def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
     """Whether the shared prompt of a pair can be computed once; log the answer. Called on every rank."""
-    data = plan.data.train
-    if reason := probe_packing(probed._replace(is_exact=False), num_shared=3):
+    data, reason = plan.data.train, probe_packing(probed._replace(is_exact=False), num_shared=3)
+    if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
+        reason = "ranks that share a row have one state for a document"
+    if reason:
         log.info("The prompt of a pair is computed with each answer: %s.", reason)
     else:
         useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()

@@ -82,15 +82,14 @@ class ForwardPass:
         reference = self.reference.beside_policy() if self.reference and not alone else contextlib.nullcontext()
         looked_up = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
+        inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
-            losses = self.loss_of_tokens(
-                on_device.model_inputs, on_device.target_rows, on_device.targets, reduction=reduction
-            )
+            losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, reduction=reduction)
         return losses, on_device
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """Attention that does not cross rows, in forward and in backward passes, which may recompute."""
-        return attending(self.model, self.attention, self.context)
+        return attending(self.model, self.attention)
 
 
 def sum_documents(losses: torch.Tensor, batch: MicroBatch, context: ContextGroup) -> LogProbs:

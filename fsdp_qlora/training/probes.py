@@ -216,9 +216,9 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     own, parts = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
     with torch.no_grad(), attending(model, probed.documents):
         whole = probed.logits(row, **documents)[0, own].double()
-    with torch.no_grad(), attending(model, probed.documents, context):
+    with torch.no_grad(), attending(model, probed.documents):
         tokens = [row[0, context.own(row.shape[1], part)] for part in parts]
-        of_part = documents_of_part(documents, context.rank, context.size)
+        of_part = documents_of_part(documents, context.rank, context.size) | {"context_group": context}
         part = probed.logits(row[:, own], *tokens, **of_part)[0].double()
     most = _most(_relative(part[:_FIRST_TOKENS], whole[:_FIRST_TOKENS]))
     if most > probed.tolerance:

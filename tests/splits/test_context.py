@@ -13,6 +13,7 @@ import torch
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch, concatenate_rows
 from fsdp_qlora.data.batches.rows import TokenizedRows
+from tests.parity.test_hybrids import HYBRIDS
 from tests.preferences.pairs import make_labeled, make_pairs
 from tests.rounding import SGD
 from tests.tiny import all_slow_but, flags, make_rows, read_metrics, train_ok, write_rows
@@ -115,14 +116,14 @@ def predictions(batch: MicroBatch) -> list[tuple[int, int]]:
         ("llama", 2, {"context_parallel_size": 2, "batching": "padded"}, "leave out --batching padded"),
         ("llama", 2, {"context_parallel_size": 0}, "1 or more if it is a number"),
         ("bloom", 2, {"context_parallel_size": 2}, "cannot divide BloomForCausalLM: it takes no positions"),
-        ("lfm2", 2, {"context_parallel_size": 2}, "Lfm2ShortConv mixes tokens without attention"),
+        ("jamba", 2, {"context_parallel_size": 2}, "JambaMambaMixer takes no state from other ranks"),
     ],
 )
 def test_unsupported_context_parallel_models_are_refused(
     family: str, ranks: int, changed: dict[str, Any], reason: str, models: Models, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    mixers = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]} if family == "lfm2" else {}
+    mixers = HYBRIDS[family].shape if family in HYBRIDS else {}
     run = {"model_name": models(family, **HEADS, **mixers), "train_type": "lora", "nproc_per_node": ranks, **changed}
     argv = flags(dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)), dry_run=True, device="cpu", **run)
     assert main(["train", *argv]) == 2

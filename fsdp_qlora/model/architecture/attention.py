@@ -89,7 +89,7 @@ def _sdpa_of_repeated(
 
 
 def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, requested: str) -> str | None:
-    """Register and name the implementation for documents; None if there is none for the model's own.
+    """Name the implementation for documents; None if there is none for the model's own.
 
     Args:
         config: of a model that has been built.
@@ -103,14 +103,7 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
         takes_heads = all(shape.head_dim % 8 == 0 for shape in block_shapes(config))
         name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
-    _register()
     return name
-
-
-def _register(context: ContextGroup | None = None) -> None:
-    """Register the functions for documents with transformers, for the ranks that share a row."""
-    for name, kernel in _KERNELS.items():
-        AttentionInterface.register(name, partial(_attention, kernel, context))
 
 
 def can_share(implementation: str | None) -> bool:
@@ -141,19 +134,14 @@ def _looks_up(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def attending(
-    model: PreTrainedModel, implementation: str | None, context: ContextGroup | None = None
-) -> Iterator[None]:
+def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
     """In this block the model computes attention by another implementation; None changes nothing.
 
     Outside of it a caller's padded rows and caches of keys and values have the model's own, which takes masks.
-
-    Args:
-        context: the ranks that share each row. It goes with the registered functions and not in a variable of this
-            thread: a block that is computed again calls them from autograd's threads.
     """
     own = model.config._attn_implementation
-    _register(context)
+    for name, kernel in _KERNELS.items():
+        AttentionInterface.register(name, partial(_attention, kernel))
     model.config._attn_implementation = implementation or own
     try:
         yield
@@ -203,7 +191,6 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor
 
 def _attention(
     kernel: Kernel,
-    context: ContextGroup | None,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -216,7 +203,7 @@ def _attention(
         raise NotImplementedError("the model does not pass on where documents begin")
     longest, window = max(told["document_lengths"]), told.get("sliding_window")
     places, sinks = told.get("places"), told.get("s_aux")
-    context = context if context and context.size > 1 else None
+    context: ContextGroup | None = told.get("context_group")
     if context:
         query, key, value = context.to_heads(query, key, value)
         sinks = None if sinks is None else sinks[context.own(len(sinks))]

@@ -1,21 +1,29 @@
-"""Keeps the documents of a row apart in layers with a convolution and a state, such as Mamba and linear attention.
+"""Layers with a convolution and a state, such as Mamba and linear attention, for documents that are concatenated.
 
-transformers does it if GPU kernels are installed (flash-linear-attention, causal-conv1d, mamba-ssm). Otherwise such a
-layer, and only it, gets the documents as separate rows, in batches of about equal length.
+transformers keeps documents apart if GPU kernels are installed (flash-linear-attention, causal-conv1d, mamba-ssm).
+Otherwise such a layer, and only it, gets the documents as separate rows, in batches of about equal length.
+
+Of a document on several ranks each leaves the state of its tokens to the next. Layers go on from a state that they find
+in a cache, since a prompt may be computed in parts: `CarriedState` is that cache.
 
 Shapes: hidden states [1, T, H] of all documents.
 """
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from fsdp_qlora.distributed.context import ContextGroup, Tied
 from fsdp_qlora.model.architecture.models import find_blocks
 
 # Largest share of padding in a group of documents. 16 documents of 20 to 150 tokens are then 6 groups instead of 15.
@@ -26,8 +34,57 @@ _MAX_PADDING = 0.1
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 _FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors that say nothing about documents
 # The arguments from `data.batches.micro_batch.describe_documents`.
-_DESCRIPTION = {"position_ids", "document_lengths", "document_ends", "own_tokens", "places"}
+_DESCRIPTION = {"position_ids", "context_group", "document_lengths", "document_ends", "own_tokens", "places"}
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+
+
+@dataclass
+class CarriedState:
+    """The cache of a layer for a piece of a document: what it takes from the rank before and leaves to the next one.
+
+    before, after: whether these have tokens of the document. trains: whether gradients go back. initial: memory for the
+    state before the piece, float32; None at a document's start and in layers without one. final: the state behind it.
+    """
+
+    context: ContextGroup
+    before: bool
+    after: bool
+    trains: bool = False
+    initial: torch.Tensor | None = None
+    final: torch.Tensor | None = None
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """None, with which a layer computes one token as it computes several."""
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+        """The state before the piece, which arrives later: before the convolution of the projected tokens."""
+        return self.initial
+
+    def update_conv_state(self, inputs: torch.Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> torch.Tensor:
+        """The convolution's inputs, [1, C, L], behind those before them that it looks back to."""
+        length = conv_kernel_size - 1
+        if self.before:
+            last = inputs.new_empty(*inputs.shape[:2], length)
+            inputs = torch.cat([self.context.take_over(last, trains=self.trains), inputs], dim=-1)
+        if self.after:
+            last = F.pad(inputs, (max(length - inputs.shape[-1], 0), 0))[..., -length:]
+            inputs = Tied.apply(inputs, self.context.hand_on(last, trains=self.trains))
+        if self.initial is not None:
+            self.context.take_over(self.initial, trains=self.trains)
+        return inputs
+
+    def update_recurrent_state(self, state: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Keep the state behind the piece."""
+        self.final = self.context.hand_on(state.float(), trains=self.trains) if self.after else None
+
+    # transformers 5.17 asks for the same in another way.
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return self.before
+
+    @property
+    def layers(self) -> dict[int, Any]:
+        states = {"record_past": True, "conv_states": [None], "recurrent_states": [self.initial]}
+        return defaultdict(lambda: SimpleNamespace(**states))
 
 
 class ByDocument:
@@ -36,31 +93,69 @@ class ByDocument:
     documents: the block's arguments that describe the documents; empty if rows are padded.
     is_needed: whether the layer's own code mixes documents; None until the first batch of several documents, for which
         the layer runs twice to find out.
+    state_shape: of the layer's state, empty without one; None until its first document on several ranks.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer_forward = layer.forward
+        self.layer, self.layer_forward = layer, layer.forward
+        self.state_shape: torch.Size | None = None
         self.documents: Mapping[str, Any] = {}
         self.is_needed: bool | None = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.documents:
             return self.layer_forward(hidden_states, *args, **kwargs)
-        has_shared, is_alone = "places" in self.documents, len(self.documents["document_lengths"]) == 1
+        context: ContextGroup | None = self.documents.get("context_group")
+        if context and context.size > 1:
+            return self._forward_part(context, hidden_states, *args, **kwargs)
+        lengths = self.documents["document_lengths"]
+        has_shared, is_alone = "places" in self.documents, len(lengths) == 1
         if self.is_needed is None and not (has_shared or is_alone or hidden_states.is_meta):
             self.is_needed = self._mixes_documents(hidden_states, *args, **kwargs)
         if self.is_needed is False and not has_shared:
             return self.layer_forward(hidden_states, *args, **kwargs)
-        return self._forward_apart(hidden_states, *args, **kwargs)
+        return self._forward_apart(lengths, hidden_states, *args, **kwargs)
 
-    def _forward_apart(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs = {name: value for name, value in kwargs.items() if name not in (*_DESCRIPTION, "seq_idx")}
-        tokens, places = hidden_states[0], self.documents.get("places")
-        if places is not None:
-            tokens = tokens.index_select(0, places)
-        lengths_of_groups = list(groups(self.documents["document_lengths"]))
+    def _forward_part(self, context: ContextGroup, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The tokens of one of the ranks that share a row."""
+        assert "places" not in self.documents, "a state of several documents"
+        lengths, before, after = context.pieces(self.documents["document_lengths"])
+        whole = lengths[before : max(len(lengths) - after, before)]
+        sizes = [lengths[0] * before, sum(whole)]
+        first, inner, last = x.split([*sizes, x.shape[1] - sum(sizes)], dim=1)
         outputs: list[torch.Tensor] = []
-        for lengths, part in zip(lengths_of_groups, tokens.split(list(map(sum, lengths_of_groups))), strict=True):
+        if last.shape[1]:  # before the others, since the next rank waits for its state
+            outputs.append(self._forward_piece(CarriedState(context, False, True), last, *args, **kwargs))
+        if whole:
+            outputs.append(self._forward_apart(whole, inner, *args, **kwargs))
+        if before:
+            carried = CarriedState(context, True, after and len(lengths) == 1)
+            outputs.append(self._forward_piece(carried, first, *args, **kwargs))
+        return torch.cat(outputs[::-1], dim=1)
+
+    def _forward_piece(self, carried: CarriedState, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A piece of a document of which the rank before or the next one has others."""
+        forward = partial(self.layer_forward, **_without_documents(kwargs))
+        if self.state_shape is None:
+            with torch.no_grad():
+                alone = CarriedState(ContextGroup(), before=False, after=True)
+                forward(x[:, :64], *args, **_cache_argument(self.layer, alone))
+            self.state_shape = torch.Size() if alone.final is None else alone.final.shape
+        if carried.before and self.state_shape:
+            carried.initial = x.new_empty(self.state_shape, dtype=torch.float32)
+        trained = (tensor.requires_grad for tensor in (x, *self.layer.parameters()))
+        carried.trains = torch.is_grad_enabled() and any(trained)
+        # A layer may compute a token alone as if it had been generated.
+        padded = F.pad(x, (0, 0, 0, 1)) if x.shape[1] == 1 and not carried.after else x
+        output: torch.Tensor = forward(padded, *args, **_cache_argument(self.layer, carried))[:, : x.shape[1]]
+        return output if carried.final is None else Tied.apply(output, carried.final)
+
+    def _forward_apart(self, lengths: list[int], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs, places = _without_documents(kwargs), self.documents.get("places")
+        tokens = x[0] if places is None else x[0].index_select(0, places)
+        grouped = list(groups(lengths))
+        outputs: list[torch.Tensor] = []
+        for lengths, part in zip(grouped, tokens.split(list(map(sum, grouped))), strict=True):
             rows = self.layer_forward(pad_sequence(part.split(lengths), batch_first=True), *args, **kwargs)
             if not isinstance(rows, torch.Tensor):
                 raise NotImplementedError("a layer that mixes tokens returns more than hidden states")
@@ -84,13 +179,22 @@ class ByDocument:
         except (RuntimeError, TypeError, ValueError):  # transformers raises ValueError, kernels the others
             return True
         try:
-            apart = self._forward_apart(hidden_states, *args, **kwargs).float()
+            apart = self._forward_apart(self.documents["document_lengths"], hidden_states, *args, **kwargs).float()
         except _FAILURES:
             raise
         except (RuntimeError, TypeError, ValueError) as error:  # another argument has a value for each token
             raise NotImplementedError(f"a layer with a convolution cannot separate documents: {error}") from error
         difference = (together.float() - apart).norm(dim=-1).max() / apart.norm(dim=-1).mean()
         return not difference <= _TOLERANCE[together.dtype]  # True for NaN
+
+
+def _without_documents(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in (*_DESCRIPTION, "seq_idx")}
+
+
+def _cache_argument(layer: nn.Module, cache: CarriedState) -> dict[str, CarriedState]:
+    parameters = inspect.signature(type(layer).forward).parameters
+    return {name: cache for name in ("cache", "cache_params", "past_key_values") if name in parameters}
 
 
 def groups(lengths: list[int]) -> Iterator[list[int]]:
@@ -137,6 +241,12 @@ def pass_documents(
         starts[bounds[1:-1].long()] = 1
         kwargs = {**kwargs, "seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
     return args, kwargs
+
+
+def can_continue(layer: nn.Module) -> bool:
+    """Whether a layer's source code goes on from a `CarriedState`, also with several tokens; a probe finds the rest."""
+    source = inspect.getsource(type(layer))
+    return "update_conv_state" in source and ("recurrent_state" not in source or "initial_state" in source)
 
 
 def layers_apart(model: nn.Module) -> list[str]:
