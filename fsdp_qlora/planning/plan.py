@@ -27,7 +27,7 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.model.architecture.shapes import block_shapes
-from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolution
+from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolution, missing_kernels
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -183,6 +183,8 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
     if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         yield f"Neither quantized nor adapted, since other modules read their weights: {named}."
+    if missing := " ".join(missing_kernels(meta.model)):
+        yield f"PyTorch computes convolutions and states, much slower on a GPU than: pip install {missing}"
     if towers := meta.parts.towers:
         size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
         named = ", ".join(towers)

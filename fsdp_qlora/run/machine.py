@@ -6,6 +6,7 @@ that it cannot be imported is one of the things to find.
 
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_qlora.utils.errors import UserError
@@ -57,6 +58,14 @@ def _bitsandbytes() -> str:
     if error >= 0.2:
         raise UserError(f"decoded weights are wrong by {error:.2f}: reinstall bitsandbytes for this CUDA.")
     return f"quantizes and decodes on the {weights.device.type}"
+
+
+def _kernels_of_hybrids() -> str:
+    from fsdp_qlora.model.architecture.token_mixers import KERNELS
+
+    if missing := " ".join(package for name, package in KERNELS.items() if find_spec(name) is None):
+        return f"linear attention, Mamba and short convolutions are much slower without: pip install {missing}"
+    return "kernels for linear attention, Mamba and short convolutions are installed"
 
 
 def _two_ranks() -> str:
@@ -123,6 +132,7 @@ def _wandb() -> str:
 CHECKS: dict[str, Callable[[], str]] = {
     "GPUs": _gpus,
     "bitsandbytes": _bitsandbytes,
+    "hybrid models": _kernels_of_hybrids,
     "two ranks": _two_ranks,
     "host memory": _host_memory,
     "shared memory": _shared_memory,

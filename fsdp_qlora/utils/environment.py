@@ -15,7 +15,7 @@ from fsdp_qlora.utils.text import format_bytes
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
     "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "triton", "gguf",
-    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "flash-linear-attention", "causal-conv1d", "mamba-ssm", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"

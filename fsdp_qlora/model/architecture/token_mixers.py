@@ -10,10 +10,12 @@ Shapes: hidden states [1, T, H] of all documents.
 """
 
 import inspect
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,9 @@ _FAILURES = (torch.OutOfMemoryError, torch.AcceleratorError)  # RuntimeErrors th
 # The arguments from `data.batches.micro_batch.describe_documents`.
 _DESCRIPTION = {"position_ids", "context_group", "document_lengths", "document_ends", "own_tokens", "places"}
 _DESCRIPTION |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "qk"}
+
+# Packages whose kernels transformers' code of such layers calls, by the names that it imports.
+KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
 
 @dataclass
@@ -247,6 +252,13 @@ def can_continue(layer: nn.Module) -> bool:
     """Whether a layer's source code goes on from a `CarriedState`, also with several tokens; a probe finds the rest."""
     source = inspect.getsource(type(layer))
     return "update_conv_state" in source and ("recurrent_state" not in source or "initial_state" in source)
+
+
+def missing_kernels(model: nn.Module) -> list[str]:
+    """The packages that are not installed, whose kernels the layers of a model would use."""
+    mixers = {type(module).__module__ for module in model.modules() if has_convolution(module)}
+    source = "".join(inspect.getsource(sys.modules[name]) for name in mixers)
+    return [package for name, package in KERNELS.items() if f'"{name}"' in source and find_spec(name) is None]
 
 
 def layers_apart(model: nn.Module) -> list[str]:
