@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -218,7 +218,6 @@ def build_plan(
         attn_implementation="auto" if machine.is_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    _check_size(meta.model, folder)
     if config.adapter:
         start, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
         check_fits(start, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
@@ -249,17 +248,6 @@ def build_plan(
         stored=stored,
         adapter=adapter,
     )
-
-
-def _check_size(model: PreTrainedModel, folder: Path) -> None:
-    """Raise UserError where the weight files have less than a bit for each weight: planning so many might not end."""
-    described = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if 0 < 8 * held < described:
-        raise UserError(
-            f"The config.json in {folder} describes {format_count(described)} weights, and its weight files have "
-            f"{format_bytes(held)}. Download the model again."
-        )
 
 
 def take_formats(

@@ -86,10 +86,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "too many layers": ({"model_name": "layers"}, ["num_hidden_layers 2147483648, and at most 1000"]),
     "too many heads": ({"model_name": "many_heads"}, ["has weights of size 1024000000000000", "k_proj", "Download"]),
     "too wide layers": ({"model_name": "wide"}, ["has weights of size 64000000000000", "gate_proj", "Download"]),
-    "wider layers than the weights'": (
-        {"model_name": "wider"},
-        ["wider describes 14.55B weights, and its weight files have", "Download the model again"],
-    ),
     "unknown activation": ({"model_name": "activation"}, ["described by config.json cannot be built: 'nope'"]),
     "size that is a text": (
         {"model_name": "text_size"},
@@ -276,7 +272,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "layers": _edit_config(num_hidden_layers=2**31),
     "many_heads": _edit_config(num_key_value_heads=10**12),
     "wide": _edit_config(intermediate_size=10**12),
-    "wider": _edit_config(intermediate_size=10**8),
     "activation": _edit_config(hidden_act="nope"),
     "text_size": _edit_config(intermediate_size="128"),
     "heads": _edit_config(num_attention_heads=4, num_key_value_heads=3),
