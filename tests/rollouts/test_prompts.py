@@ -356,7 +356,7 @@ def test_damaged_rollouts_are_refused_or_give_the_same_rows(
     assert 0 < ends[True] < len(seeds) and psutil.Process().memory_info().rss - memory < 2**30
 
 
-def test_generations_without_any_reward_are_told_and_end_the_run(
+def test_generations_without_any_reward_are_told(
     rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path, lines: list[str]
 ) -> None:
     (tmp_path / "own.py").write_text("def f(completions, **_): return [None] * len(completions)")

@@ -122,15 +122,6 @@ def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tm
     assert zeros == [True] * 4
 
 
-def test_a_step_without_any_reward_is_named_and_learns_nothing(models: Models, tmp_path: Path) -> None:
-    options = inputs(models, tmp_path, function="def short(completions, **_):\n    return [None] * len(completions)\n")
-    said = train_ok(1, tmp_path / "out", **{**options, "gradient_accumulation_steps": 8, "max_steps": 4})
-    assert [f"Step {step} learns nothing: no reward function gives a value" in said for step in range(1, 6)] == [
-        True
-    ] * 4 + [False]
-    assert read_metrics(tmp_path / "out") == [0.0] * 4
-
-
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
