@@ -87,11 +87,13 @@ def maps(path: Path) -> tuple[Path, list[dict[str, Any]]]:
         "messages": pyarrow.array([[list(NAMES.items())]], pyarrow.list_(pyarrow.map_(text, text))),
         "calls": pyarrow.array([[{"name": "f", "arguments": [("a", "x"), ("b", None)]}]], pyarrow.list_(calls)),
         "nested": pyarrow.array([[("k", {"t": "s", "d": None})]], pyarrow.map_(text, objects)),
+        "numbered": pyarrow.array([[(1, "x")]], pyarrow.map_(pyarrow.int64(), text)),
         "ids": pyarrow.array([[1, 2]]),
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     calls_as_json = [{"name": "f", "arguments": {"a": "x", "b": None}}]
-    return path, [{"messages": [NAMES], "calls": calls_as_json, "nested": {"k": {"t": "s"}}, "ids": [1, 2]}]
+    plain = {"nested": {"k": {"t": "s"}}, "numbered": {"1": "x"}, "ids": [1, 2]}
+    return path, [{"messages": [NAMES], "calls": calls_as_json, **plain}]
 
 
 @pytest.mark.parametrize(("name", "write"), [("a.parquet", json_columns), ("saved", json_columns), ("b.parquet", maps)])

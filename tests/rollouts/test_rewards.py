@@ -124,6 +124,8 @@ FAILING: dict[str, tuple[str, str, list[float]]] = {
     "nan": ("return [1, math.nan, 3]", "row 7 of the dataset: it returned nan", [1, 0, 3]),
     "a text": ("return '1' * len(completions)", "row 7 of the dataset: TypeError: it returned a str", [0, 0, 0]),
     "texts": ("return [1, 2, '3']", "row 9 of the dataset: it returned '3'", [1, 2, 0]),
+    "a set": ("return {1.0, 2.0, 3.0}", "TypeError: it returned a set", [0, 0, 0]),
+    "bytes": ("return [1, 2, b'3']", "row 9 of the dataset: it returned b'3'", [1, 2, 0]),
     "a number": ("return 3", "TypeError", [0, 0, 0]),
     "an exit": ("raise SystemExit(0)", "SystemExit: 0", [0, 0, 0]),
     "a hard exit": ("os._exit(0)", r"row 7, 9 .* its process has ended \(status 0\)", [0, 0, 0]),

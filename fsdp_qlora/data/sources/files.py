@@ -266,7 +266,7 @@ def _as_json(value: Any, kind: Any) -> Any:
     if isinstance(kind, pyarrow.JsonType):
         return _parse(value)
     if pyarrow.types.is_map(kind):
-        return _unique([(key, _as_json(inner, kind.item_type)) for key, inner in value])
+        return _unique([(str(key), _as_json(inner, kind.item_type)) for key, inner in value])
     if pyarrow.types.is_struct(kind):
         return {name: _as_json(inner, kind.field(name).type) for name, inner in value.items() if inner is not None}
     is_list = pyarrow.types.is_nested(kind) and hasattr(kind, "value_type")

@@ -287,13 +287,13 @@ def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
     count, scores, bad = len(batch["completions"]), list[float | None](), dict[int, str]()
     try:
         made = function(**batch)
-        if isinstance(made, str | bytes | Mapping):
+        if isinstance(made, str | bytes | bytearray | set | Mapping):
             raise TypeError(f"it returned a {type(made).__name__}, not a list of numbers")
         values = list(islice(made, count + 1))
         number = len(made) if hasattr(made, "__len__") else len(values)
         for place, value in enumerate(values):
             scores.append(None if value is None else float(value))
-            if isinstance(value, str) or not math.isfinite(scores[-1] or 0.0):
+            if isinstance(value, str | bytes) or not math.isfinite(scores[-1] or 0.0):
                 bad[place] = f"it returned {value!r:.100}"
     except BaseException as error:
         return {"error": _reason(error), "raised": True}
