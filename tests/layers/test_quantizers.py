@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_qlora.model.model_parts import count_bytes, kinds_of
 from fsdp_qlora.model.quantizers import int8
-from fsdp_qlora.model.quantizers.base import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight
 from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.model.quantizers.int8 import _multiply
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -253,6 +253,38 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
         nn.Parameter(torch.empty(2, 5, 6, device="meta")), transposed=False, n_bits=4, group_size=64,
         compute_dtype=torch.float32,
     ).supports()  # fmt: skip
+
+
+OF_MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: NEW[kind] for kind in ("hqq4", *SERVED)},
+    "nf4": ("bnb_4bit", {"quant_type": "nf4", "double_quant": False}),
+    "nvfp4, two scales for each": ("nvfp4", {"num_parts": 2}),
+    "fp8, blocks that end with a matrix": ("fp8", {"block": (5, 48)}),
+    "fp8, two scales for each": ("fp8", {"num_parts": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", OF_MATRICES)
+def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
+    (quantizer, options), shape = OF_MATRICES[kind], (5, 32, 64)
+    parameter = nn.Parameter(torch.empty(shape, device="meta"))
+    experts = QUANTIZERS[quantizer].experts
+    assert experts is not None
+    layer = experts(parameter, transposed=False, compute_dtype=torch.float32, **options)
+    for name in ("weight", *layer.statistics):
+        rows, columns = getattr(layer, name).shape
+        values = torch.randint(1, 100, (rows, 4 * columns), dtype=torch.uint8).view(torch.float32)  # of finite numbers
+        if name == "global_scale" or (name != "weight" and quantizer in ("fp8", "bnb_4bit")):
+            values = torch.rand(rows, columns) + 1
+        setattr(layer, name, nn.Parameter(values, requires_grad=False))
+    whole = layer.dequantize()
+    assert whole.isfinite().all() and whole.unique().numel() > 9
+    size = 32 * 64
+    for chosen in ([0, 1, 2, 3, 4], [1, 2], [3], [0, 3], [1, 2, 4]):
+        first, count = chosen[0], chosen[-1] + 1 - chosen[0]
+        among = None if count == len(chosen) else (torch.tensor(chosen) - first, count)
+        found = layer.dequantize(Matrix((len(chosen), 32, 64), first * size, among=among))
+        assert torch.equal(found, whole[chosen]), chosen
 
 
 class _AsOnACard(TorchDispatchMode):

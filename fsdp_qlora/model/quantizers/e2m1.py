@@ -55,11 +55,10 @@ class E2m1Weight(QuantizedWeight):
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         weight, scale, *others = tensors
-        num_weights, size = math.prod(part.shape), self.group_size
-        first, count = part.first // size, -(-num_weights // size)
-        codes = weight.view(torch.uint8).view(-1, size // 2)[first : first + count]
+        num_weights, (first, count) = math.prod(part.shape), part.spans(self.group_size)
+        codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[first : first + count]
         scales = self.scale_values(scale.view(torch.uint8).view(-1)[first : first + count], first, *others)
-        return _values(codes, scales, dtype).view(-1)[:num_weights].view(part.shape)
+        return _values(part.choose(codes), part.choose(scales), dtype).view(-1)[:num_weights].view(part.shape)
 
     def quantize_groups(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2] and scales [groups].

@@ -57,16 +57,18 @@ class Fp8Weight(QuantizedWeight):
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         weight, scale = tensors
         *_, rows, columns = self.shape
-        first, count = part.first // columns, math.prod(part.shape) // columns
-        codes = weight.view(torch.uint8)[first : first + count, :columns].view(self.code_dtype)
-        decoded = torch.empty(count, columns, dtype=dtype, device=weight.device)
-        start = 0
-        while start < count:  # once for each matrix
-            matrix, row = divmod(first + start, rows)
-            stop = min(count, start + rows - row)
-            of_blocks = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
-            self._scale(codes[start:stop].to(dtype), of_blocks, out=decoded[start:stop])
-            start = stop
+        first, span = part.spans(columns)
+        codes = part.choose(weight.view(torch.uint8)[first : first + span, :columns]).view(self.code_dtype)
+        matrix, row = divmod(first, rows)
+        scale = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
+        if part.among is not None:
+            scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
+        count, decoded = len(codes), torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
+        of_matrix = count if rows % self.block[0] == 0 else rows  # in which blocks go on without a break
+        for start in range(0, count, of_matrix):
+            part_rows = slice(start, min(start + of_matrix, count))
+            blocks = scale[start // rows * self.scale_shape[0] :]
+            self._scale(codes[part_rows].to(dtype), blocks, out=decoded[part_rows])
         return decoded.view(part.shape)
 
     def _scale(self, values: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
