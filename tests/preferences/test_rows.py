@@ -67,6 +67,8 @@ ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"chosen": "hi: go", "rejected": "hi: go, so"}, ("<s>hi: go|</s>", "<s>hi: go|, so</s>")),
     ({"chosen": "hi: gone", "rejected": "hi: go"}, ("<s>hi:| gone</s>", "<s>hi:| go</s>")),
     ({"chosen": "hi e\u0301", "rejected": "hi e\u0300"}, ("<s>hi| e\u0301</s>", "<s>hi| e\u0300</s>")),
+    ({"chosen": "hi isn't", "rejected": "hi isn's"}, ("<s>hi| isn't</s>", "<s>hi| isn's</s>")),
+    ({"chosen": "hi e\u0301a", "rejected": "hi e\u0301b"}, ("<s>hi| e\u0301a</s>", "<s>hi| e\u0301b</s>")),
     ({"chosen": "天気は良い", "rejected": "天気は悪い"}, ("<s>天気は|良い</s>", "<s>天気は|悪い</s>")),
     ({"prompt": [SYSTEM, ASKED], "chosen": [GO], "rejected": [NO]}, ("[s]s[u]hi[a]|go</s>", "[s]s[u]hi[a]|no</s>")),
     (

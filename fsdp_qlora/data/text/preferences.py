@@ -21,8 +21,9 @@ CHATS = ("conversations", "messages")  # of which the answers at the end are non
 # The first that is filled counts, as for texts: the order is that of formats.FORMATS and ALIASES.
 PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "messages", "input")
 _UNUSED = {"input": "context", "tools": "functions"}  # what may be beside a prompt, and its other name
-# Two letters or digits, or an accent behind one, of scripts that have blanks between words.
-_WITHIN_WORD = re.compile(r"[^\W\u0e00-\U0010ffff][^\W\u0e00-\U0010ffff]|.[\u0300-\u036f]", re.DOTALL)
+# Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the sign before it.
+_LETTER, _MARKS = r"[^\W\u0e00-\U0010ffff]|['’]", r"[\u0300-\u036f\u200d\ufe0f\U0001f3fb-\U0001f3ff]"
+_WITHIN_WORD = re.compile(rf"(?:{_LETTER}|{_MARKS})(?:{_LETTER})|.{_MARKS}", re.DOTALL)
 
 
 def read_prompt_completion(row: Row) -> Chat | Rendered:
