@@ -18,6 +18,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import accumulate
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -36,7 +37,6 @@ log = logging.getLogger("fsdp_qlora")
 # CPU they stay in its cache.
 GROUP_BYTES = {"cpu": 2 * 2**20, "cuda": 384 * 2**20}
 _ALIGNED_BYTES = 16  # that rows of its matrices are multiples of
-_MOST_EXPERTS = 1023  # of the kernel
 
 
 class Group(NamedTuple):
@@ -61,8 +61,7 @@ class Group(NamedTuple):
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply rows a [N, m] with their expert's matrix of b [G, m, n] -> [N, n]."""
         if self._has_kernel(a, b):
-            y: torch.Tensor = F.grouped_mm(a, b, offs=self.on_device)
-            return y
+            return F.grouped_mm(a, b, offs=self.on_device)
         y = a.new_empty(len(a), b.shape[2])
         for index, rows in enumerate(self._parts()):
             torch.mm(a[rows], b[index], out=y[rows])
@@ -108,7 +107,7 @@ class Group(NamedTuple):
         steps = [stride for stride in (*a.stride(), *b.stride()) if stride != 1]
         sizes = [size * a.element_size() for size in (a.shape[1], *b.shape[1:], *steps)]
         is_aligned = not any(size % _ALIGNED_BYTES for size in (*sizes, a.data_ptr(), b.data_ptr())) and 0 not in steps
-        return len(self.experts) <= _MOST_EXPERTS and _can_group(a.device, a.dtype, is_aligned)
+        return _can_group(a.device, a.dtype, is_aligned)
 
 
 class Choices(NamedTuple):
@@ -123,23 +122,22 @@ class Choices(NamedTuple):
 
     def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
         """The experts that are chosen, in groups of at most so many bytes of weights and rows, or of one expert."""
-        starts = [0, *self.ends[:-1]]
-        hit = [expert for expert, end in enumerate(self.ends) if end > starts[expert]]
-        groups: list[list[int]] = []
-        for expert in hit:
-            experts = [*groups[-1], expert] if groups else []
-            rows = self.ends[expert] - starts[experts[0]] if experts else 0
-            if experts and len(experts) * weight_bytes + rows * row_bytes <= most:
-                groups[-1] = experts
-            else:
-                groups.append([expert])
-        return [self._group(experts, starts[experts[0]], hit) for experts in groups]
+        starts, groups = [0, *self.ends[:-1]], list[list[int]]([[]])
+        for expert, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
+            experts = [*groups[-1], expert]
+            if end > start and len(experts) * weight_bytes + (end - starts[experts[0]]) * row_bytes > most:
+                groups.append([])
+            if end > start:
+                groups[-1].append(expert)
+        firsts = [0, *accumulate(map(len, groups))]
+        return [self._group(experts, first) for experts, first in zip(groups, firsts, strict=False) if experts]
 
-    def _group(self, experts: list[int], start: int, hit: list[int]) -> Group:
+    def _group(self, experts: list[int], first: int) -> Group:
+        """first: how many experts with choices there are before these."""
+        start = self.ends[experts[0] - 1] if experts[0] else 0
         where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
-        if len(experts) <= experts[-1] - experts[0]:  # the device sorts those that are hit to the front, unread
+        if len(experts) <= experts[-1] - experts[0]:  # the device sorts those with choices to the front, unread
             is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
-            first = hit.index(experts[0])
             where = is_idle.byte().sort(stable=True).indices[first : first + len(experts)]
         ends = [self.ends[expert] - start for expert in experts]
         on_device = self.on_device[where] - start if len(experts) > 1 else self.on_device
