@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
+    help = "who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its name in the base's files"
+    parser.add_argument("--for", dest="reader", choices=("peft", "vllm"), default="peft", help=help)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -49,7 +52,7 @@ def export(args: argparse.Namespace) -> None:
     about = state["about"]
     stored = about["options"] | {"precision": about["facts"].get("precision") or "auto"}
     config = parse_train_config(["--device", "cpu", *args.training_options], stored)
-    form = result_form(config, _plan(config))
+    form = replace(result_form(config, _plan(config)), for_server=args.reader == "vllm")
     try:
         with staged_folder(out) as partial:
             form.save_checkpoint(folder, state, partial)

@@ -5,6 +5,7 @@ to the Hugging Face hub that fails does not change the result on disk.
 """
 
 import contextlib
+import copy
 import errno
 import functools
 import json
@@ -21,7 +22,6 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -36,6 +36,8 @@ from fsdp_qlora.distributed.process_group import raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.card import Base, documents, training_record
 from fsdp_qlora.model.adapters.first_values import LiveValues, Values, saved_parameters
+from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
+from fsdp_qlora.model.adapters.peft_folder import PREFIX
 from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
 from fsdp_qlora.model.quantizers.routed import expert_parameters
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
@@ -106,10 +108,21 @@ class _Writer:
 
 
 def save_adapter(
-    model: nn.Module, config: LoraConfig, sidecar: SidecarFiles | None, output_dir: Path, *, values: Values
+    model: PreTrainedModel,
+    config: LoraConfig,
+    sidecar: SidecarFiles | None,
+    output_dir: Path,
+    *,
+    values: Values,
+    for_server: bool = False,
 ) -> None:
-    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it."""
+    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it.
+
+    for_server: as vLLM reads the adapters of experts (`_as_served`).
+    """
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
+    if for_server and values.keeps:
+        state, config = _as_served(model, config, state)
 
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -120,6 +133,38 @@ def save_adapter(
 
     if values.keeps:
         publish_files(output_dir, write)
+
+
+def _as_served(
+    model: PreTrainedModel, config: LoraConfig, state: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """Name the adapters of experts as the base's weight files do, and as vLLM of August 2026 reads them.
+
+    Of a base whose files hold each expert's matrices it ignores PEFT's 3-D adapters (vllm#41754).
+    """
+    state, config = dict(state), copy.copy(config)
+    wrapped = [
+        (canonical_name(path), module) for path, module in model.named_modules() if isinstance(module, LoraExperts)
+    ]
+    for prefix, module in wrapped:
+        for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
+            assert isinstance(lora, ExpertsLora)
+            keys = [f"{PREFIX}{prefix}{'.base_layer' * index}.lora_{factor}.weight" for factor in "AB"]
+            (lora_A, lora_B), experts = (state[key] for key in keys), lora.num_experts
+            all_B = lora_B.view(len(lora_B), -1, experts).permute(2, 0, 1).contiguous()
+            parts_B = _as_stored(model, f"{prefix}.{name}", all_B)
+            if len(parts_B) == 1:  # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
+                continue
+            # Of matrices in one parameter, such as gate and up, each has its own rows of B, and all of A.
+            all_A = lora_A.view(experts, -1, lora_A.shape[1]).repeat(1, len(parts_B) // experts, 1)
+            parts_A = _as_stored(model, f"{prefix}.{name}", all_A)
+            for factor, key, parts in zip("AB", keys, (parts_A, parts_B), strict=True):
+                del state[key]
+                paths = [part.removesuffix(".weight") for part in parts]
+                state |= zip((f"{PREFIX}{path}.lora_{factor}.weight" for path in paths), parts.values(), strict=True)
+            leaves = {path.rpartition(".")[2] for path in paths}
+            config.target_modules, config.target_parameters = {*(config.target_modules or ()), *leaves}, None
+    return state, config
 
 
 def _write_config(config: LoraConfig, folder: Path) -> None:
@@ -217,6 +262,7 @@ class ResultForm:
     """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
 
     base_folder: with the base's weights and configuration, model_config. dtype: of a whole model's floats.
+    for_server: write an adapter as vLLM reads it.
     """
 
     model: PreTrainedModel
@@ -227,6 +273,7 @@ class ResultForm:
     kind: TrainType
     adapter: LoraConfig | None
     dtype: torch.dtype
+    for_server: bool = False
 
     def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
         """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
@@ -244,7 +291,7 @@ class ResultForm:
             texts["generation_config.json"] = generation_config_with(self.base_folder, self.tokenizer, ends)
         if self.adapter is not None:
             sidecar = SidecarFiles(self.tokenizer, texts)
-            save_adapter(self.model, self.adapter, sidecar, output_dir, values=values)
+            save_adapter(self.model, self.adapter, sidecar, output_dir, values=values, for_server=self.for_server)
             return
         sidecar = SidecarFiles(self.tokenizer, texts, self.base_folder)
         base = WeightFiles(self.base_folder) if self.kind.trains_new_blocks else None

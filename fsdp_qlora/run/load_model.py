@@ -281,7 +281,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
         values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
         return ServerEngine(
             Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
-            lambda folder: save_adapter(model, adapter, None, folder, values=values),
+            lambda folder: save_adapter(model, adapter, None, folder, values=values, for_server=True),
             adapters,
             trainer.ranks,
             trainer.control,

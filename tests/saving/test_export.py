@@ -1,7 +1,9 @@
 """What is saved, and that nothing of it is lost or half there."""
 
 import errno
+import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.model.adapters.first_values import LiveValues
@@ -18,6 +21,7 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import safetensors_files
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.safetensors_files import PackedFiles
+from tests.parity.test_experts import FAMILIES
 from tests.saving.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
@@ -142,3 +146,33 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         save()
     assert set(gathered) == everything and not list(output.glob(".saving*"))
     assert list(checkpoint.published(output / "checkpoints")) == [3]
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
+def test_vllm_gets_each_expert_under_its_name_in_the_files(family: str, models: Models, tmp_path: Path) -> None:
+    base = models(family, **FAMILIES[family])
+    options = {"model_name": base, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "train_type": "lora"}
+    options |= {"lora_target_parameters": "experts.gate_up_proj,experts.down_proj", "lr": 1e-2, "lora_rank": 4}
+    run = tmp_path / "run"
+    train_ok(1, **options, output_dir=run, max_steps=3, batch_size=2, context_length=256, precision="fp32")
+    served, merged = tmp_path / "served", tmp_path / "merged"
+    assert main(["export", str(run), "--for", "vllm", "--out", str(served)]) == 0
+    assert main(["merge", "--adapter", str(run), "--out", str(merged), "--dtype", "fp32"]) == 0
+    config = json.loads((served / "adapter_config.json").read_text())
+    adapter, before, after = (
+        {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for folder in (served, base, merged)
+    )
+    experts = [name for name in before if re.search(r"experts[.]\d+[.]", name)]
+    assert len(experts) == 2 * 4 * 3 and config["target_parameters"] is None
+    assert {name.split(".")[-2] for name in experts} <= set(config["target_modules"])
+    assert len(adapter) == 2 * (len(experts) + 2 * 4)  # with the attention's
+    changed = 0
+    for name in experts:
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        update = adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+        torch.testing.assert_close(
+            update * config["lora_alpha"] / config["r"], after[name] - before[name], atol=1e-6, rtol=0
+        )
+        changed += bool(update.norm() > 1e-3)
+    assert changed > len(experts) / 2
