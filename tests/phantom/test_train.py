@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+from tests.parity.test_hybrids import HYBRIDS
 from tests.phantom.beside_cpu import Beside, Differences, run_both
 from tests.phantom.environment import Rank, run
 from tests.tiny import ROOT, flags, make_rows, write_rows
@@ -46,6 +47,7 @@ class Case(NamedTuple):
 FAULTS = ("wrong_shard", "gather_in_bf16", "scale_twice")
 OFFLOAD = {"use_cpu_offload": True}
 MIXTURE = ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2})
+LINEAR = ("qwen3_5_text", HYBRIDS["qwen3_5_text"].shape)
 EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
 EVALUATED = {"eval_fraction": 0.25, "eval_steps": 1}
 STOPPED = {"max_hours": 1e-7}
@@ -87,6 +89,7 @@ CASES: dict[str, Case] = {
     "long rows, hybrid": Case(
         {"context_parallel_size": 2, "sharding_strategy": "hybrid_full_shard"}, ranks=4, machines=2
     ),
+    "long rows, linear attention": Case({"context_parallel_size": 2, "allow_unquantized": True}, model=LINEAR),
     "experts": Case(EXPERTS, model=MIXTURE),
     "experts, offload": Case({**EXPERTS, **OFFLOAD}, model=MIXTURE),
     "experts, Hopper": Case(
