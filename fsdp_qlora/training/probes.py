@@ -194,6 +194,10 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
         difference = _difference(probed, num_shared)
     except (NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
+        # Until a whole forward pass FSDP2 takes the block that the error left for gathered, whatever `reshard` does,
+        # and an optimizer made then would hold other parameters than those that get the gradients.
+        with torch.no_grad():
+            probed.logits(probed.tokens()[None])
     else:
         most = _most(difference)  # the same decision on every rank
         is_near = most <= probed.tolerance
