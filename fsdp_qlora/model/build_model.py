@@ -24,12 +24,12 @@ from fsdp_qlora.model.adapters.insert import (
 )
 from fsdp_qlora.model.architecture.attention import compute_rope_by_row
 from fsdp_qlora.model.architecture.fused import fuse_modules
-from fsdp_qlora.model.architecture.models import build_meta_model, read_directly
+from fsdp_qlora.model.architecture.models import build_meta_model, own_products, read_directly
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.packed import PackedFormat
-from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts
+from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
 
@@ -57,7 +57,7 @@ class MetaModel:
 
     linears: all linear layers. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
     quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert parameters with an
-    adapter. trained: blocks that train in full. left_out: linear layers whose weights another module reads.
+    adapter. trained: blocks that train in full. left_out: layers that are neither quantized nor adapted, and why.
     """
 
     parts: ModelParts
@@ -67,7 +67,7 @@ class MetaModel:
     targets: list[str]
     target_parameters: list[str]
     trained: list[str]
-    left_out: list[str]
+    left_out: Mapping[str, str]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -146,7 +146,11 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     if packed := layers.prequantized:  # weight files determine the quantized layers; bitsandbytes' have no experts
         frozen = [path for path in frozen if packed.has_linears and packed.is_quantized(path)]
         frozen_experts = [path for path in frozen_experts if packed.has_experts and packed.is_quantized(path)]
-    left_out = read_directly(model) if train_type.quantizer or train_type.adapter else []
+    left_out: dict[str, str] = {}
+    if train_type.quantizer or train_type.adapter:
+        own = {*own_products(model)}.difference(router_linears(model))
+        left_out = dict.fromkeys(read_directly(model), "other modules read their weights")
+        left_out |= dict.fromkeys(sorted(own), "their products are not those of linear layers")
     return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
 
 

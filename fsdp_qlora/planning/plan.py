@@ -180,9 +180,10 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         yield plan.stored.describe_decoding(quantizes=config.kind.quantizer is not None)
     if plan.packed:
         yield plan.packed.describe_use(quant_type=config.quant_type, double_quant=config.double_quant)
-    if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
+    for reason in dict.fromkeys(meta.left_out.values()):
+        counts = Counter(re.sub(r"^.*\.\d+\.", "", path) for path, why in meta.left_out.items() if why == reason)
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
-        yield f"Neither quantized nor adapted, since other modules read their weights: {named}."
+        yield f"Neither quantized nor adapted, since {reason}: {named}."
     if missing := " ".join(missing_kernels(meta.model)):
         yield f"PyTorch computes convolutions and states, much slower on a GPU than: pip install {missing}"
     if towers := meta.parts.towers:

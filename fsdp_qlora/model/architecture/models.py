@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import functools
 import importlib.util
 import inspect
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate import init_empty_weights
 from filelock import FileLock
@@ -351,10 +353,40 @@ def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return towers
 
 
+@torch.no_grad()
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by its weight as nn.Linear does, so that a quantized or adapted layer may replace it.
+
+    A forward method of its own, such as a product by groups (deepseek_v4), is tried on small random values.
+    """
+    if not isinstance(module, nn.Linear) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if getattr(module.forward, "__func__", None) is nn.Linear.forward:
+        return True
+    weight, x = torch.sin(torch.arange(77.0, device="cpu")).view(7, 11), torch.eye(11, device="cpu")[None]
+    bias, small = None if module.bias is None else weight[:, 0], copy.copy(module)
+    vars(small)["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    try:
+        return torch.allclose(small(x), F.linear(x, weight, bias), atol=1e-5)
+    except (RuntimeError, TypeError, ValueError, AttributeError):
+        return False
+
+
+def _of_linear_class(model: nn.Module) -> dict[str, bool]:
+    """Path -> `is_linear` of the modules inside the decoder blocks that are linear layers by their class."""
+    inside = {*find_blocks(model).modules()}
+    linears = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {path: is_linear(module) for path, module in linears if module in inside}
+
+
 def block_linears(model: nn.Module) -> list[str]:
     """The paths of all linear layers inside the decoder blocks, in the order of the model."""
-    inside = {*find_blocks(model).modules()}
-    return [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
+    return [path for path, is_one in _of_linear_class(model).items() if is_one]
+
+
+def own_products(model: nn.Module) -> list[str]:
+    """The paths of the blocks' modules that are linear layers by their class and compute something else."""
+    return [path for path, is_one in _of_linear_class(model).items() if not is_one]
 
 
 def read_directly(model: nn.Module) -> list[str]:
