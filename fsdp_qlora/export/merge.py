@@ -234,9 +234,8 @@ class MergedModel:
         """Every tensor of the merged model's files, in the base's order."""
         forms, files = {}, self.weights.files
         for name in self._order():
-            parts = self._parts(name)
-            for part, _, _ in parts:
-                shape = self.shape(name) if len(parts) == 1 else files.shape(part)
+            for part, _, _ in self._parts(name):
+                shape = self.shape(name) if part in (name, self._source(name)) else files.shape(part)
                 forms[part] = TensorForm(self.dtype or self._own_dtype(name), tuple(shape))
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
@@ -306,7 +305,7 @@ class MergedModel:
                 if change:
                     rows = values.float().view(-1, columns)
                     values = change.apply(rows, (before + start) // columns).flatten()
-                yield part, start, values
+                yield part, first + start, values
             before += last - first
 
 

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import card, verify
@@ -30,6 +30,7 @@ EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }
+FUSED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # What PEFT is given -> the base it is for.
 KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "lora": ("qwen2", {}, {"lora_alpha": 12}),
@@ -55,7 +56,9 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     ),
     "experts": ("mixtral", FAMILIES["mixtral"], EXPERTS),
     "transposed experts": ("gpt_oss", FAMILIES["gpt_oss"], EXPERTS),
+    "queries, keys and values in one tensor": ("sarvam_moe", FUSED, {"target_modules": ["q_proj", "v_proj"]}),
 }
+KINDS = {kind: row for kind, row in KINDS.items() if row[0] in CONFIG_MAPPING}  # older versions know fewer
 
 
 def make_adapter(base: Path, folder: Path, **options: object) -> Path:

@@ -199,9 +199,10 @@ class MergedTensor:
     """
 
     def __init__(
-        self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: PreTrainedModel
+        self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: "_AsInFiles"
     ) -> None:
         self.name, self.shape = name, shape
+        self._first = name  # the first of the parameters that the conversion makes, by which transformers calls it
         self._converters, self._model = converters, model
         self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
 
@@ -232,7 +233,8 @@ class MergedTensor:
         sources = sorted(source for group in self._sources.values() for source in group)
         forms = {source: files.form(source) for source in sources}
         result = self._convert(_on_meta(forms))[self.name]
-        order = self._order(files, sources) if len(self._converter.target_patterns) == 1 else None
+        is_split = len(self._converter.target_patterns) > 1
+        order = self._rows(files, *sources) if is_split else self._order(files, sources)
         if order:
             files.join(self.name, order, result.shape)
         else:
@@ -246,10 +248,23 @@ class MergedTensor:
         for name, result in self._convert(_on_meta(forms)).items():
             if name != self.name:
                 sibling = MergedTensor(name, result.shape, self._converters, self._model)
-                sibling._sources = self._sources
+                sibling._sources, sibling._first = self._sources, self._first
                 yield sibling
 
-    def _order(self, files: WeightFiles, sources: list[str]) -> list[str] | None:
+    def _rows(self, files: WeightFiles, source: str, *others: str) -> list[TensorSlice] | None:
+        """The rows of the only part that are the parameter; None if it is something else."""
+        shape = files.shape(source)
+        numbers = torch.arange(2 * shape[0]).view(-1, 2) if len(shape) > 1 else torch.arange(shape[0])
+        try:
+            found = self._convert({source: numbers})[self.name].flatten()
+        except (UserError, KeyError):  # several parts, or the conversion requires all columns
+            return None
+        first, row = int(found[0]), shape.numel() // numbers.numel()
+        if others or not torch.equal(found, torch.arange(len(found)) + first):
+            return None
+        return [TensorSlice(source, first * row, (first + len(found)) * row)]
+
+    def _order(self, files: WeightFiles, sources: list[str]) -> list[TensorSlice] | None:
         """The parts in an order in which their concatenation is the flattened parameter; None if there is none."""
         # Convert small tensors of consecutive integers: their order in the result is the order of all elements.
         side = 2
@@ -265,19 +280,32 @@ class MergedTensor:
         indices = runs[:, 0] // runs.shape[1]
         if not torch.equal(runs, torch.arange(runs.shape[1]) + indices[:, None] * runs.shape[1]):
             return None
-        return [sources[index] for index in indices.tolist()]
+        return [files.whole(sources[index]) for index in indices.tolist()]
 
     def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the parts' values by transformers' conversion. Returns parameter -> value."""
         converter = copy.deepcopy(self._converter)
         for pattern, sources in self._sources.items():
             for source in sorted(sources, key=dot_natural_key):
-                converter.add_tensor(self.name, source, pattern, tensors[source])
+                converter.add_tensor(self._first, source, pattern, tensors[source])
         try:
-            results = converter.convert(self.name, model=self._model, config=self._model.config)
+            results = converter.convert(self._first, model=self._model, config=self._model.config)
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
         return {name: result[0] if isinstance(result, list) else result for name, result in results.items()}
+
+
+class _AsInFiles:
+    """A model as conversions ask for it: with each weight in its shape in the files, though layers keep others."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size | None]) -> None:
+        self.config, self._dtype, self._shapes = model.config, model.dtype, shapes
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        shape = self._shapes.get(name)
+        if shape is None:
+            raise AttributeError(f"the model has no weight {name}")
+        return torch.empty(shape, dtype=self._dtype, device="meta")
 
 
 def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
@@ -352,13 +380,13 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     names = dict.fromkeys(expected)
-    match = _Match({}, {}, [], [])
+    match, as_in_files = _Match({}, {}, [], []), _AsInFiles(model, expected)
     for source in files.files:
         name, pattern = source, None
         if name not in expected:
             name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)
         if name in expected and pattern is not None:
-            tensor = MergedTensor(name, expected[name] or torch.Size(), converters, model)
+            tensor = MergedTensor(name, expected[name] or torch.Size(), converters, as_in_files)
             match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
             match.sources[name] = source

@@ -40,9 +40,9 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors. ends: the end of each part, in elements."""
+    """A concatenation of tensors or of elements of them. ends: the end of each part, in elements."""
 
-    parts: list[str]
+    parts: list[TensorSlice]
     ends: list[int]
     dtype: torch.dtype
     shape: torch.Size
@@ -122,14 +122,18 @@ class WeightFiles:
             f"{conversion_advice(str(self.folder))}"
         )
 
-    def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
+    def join(self, name: str, parts: Sequence[TensorSlice], shape: torch.Size) -> None:
         """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`."""
-        if len(dtypes := {self.dtype(part) for part in parts}) > 1:
+        if len(dtypes := {self.dtype(part.name) for part in parts}) > 1:
             raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
-        ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
+        ends = list(itertools.accumulate(part.stop - part.start for part in parts))
         assert ends[-1] == shape.numel(), name
-        self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0]), shape)
-        self.files[name] = self.files[parts[0]]
+        self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0].name), shape)
+        self.files[name] = self.files[parts[0].name]
+
+    def whole(self, name: str) -> TensorSlice:
+        """All elements of a tensor."""
+        return TensorSlice(name, 0, self.shape(name).numel())
 
     def define(self, name: str, tensor: DecodedTensor) -> None:
         """Define `name` as a tensor that is computed from tensors in the files."""
@@ -149,12 +153,12 @@ class WeightFiles:
         """The tensors in the files that `name` consists of -> their files."""
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
-            return {origin: file for part in tensor.parts for origin, file in self.origins(part).items()}
+            return {origin: file for part in tensor.parts for origin, file in self.origins(part.name).items()}
         origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
         return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
-        """The decoded tensors in the files whose concatenation is the flattened tensor `name`."""
+        """The decoded tensors in the files, or elements of them, that make up the flattened tensor `name`."""
         return list(self._whole_tensors(name, 0, self.shape(name).numel()))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -193,7 +197,8 @@ class WeightFiles:
         while start < stop:
             begin = ends[index - 1] if index else 0
             last = min(stop, ends[index])
-            yield TensorSlice(parts[index], start - begin, last - begin)
+            part, shift = parts[index].name, parts[index].start - begin
+            yield TensorSlice(part, start + shift, last + shift)
             start, index = last, index + 1
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
