@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.model.adapters.first_values import LiveValues
@@ -276,6 +276,7 @@ def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models:
         ("phimoe", {"mlp.router"}),
         ("qwen2_moe", {"mlp.shared_expert_gate"}),
         ("llama4_text", {"feed_forward.router"}),
+        ("longcat_flash", set()),  # with a loop of its own, and experts that return their input
     ],
 )
 def test_experts_and_routers_are_found_by_structure(family: str, routers: set[str]) -> None:
@@ -288,11 +289,14 @@ def test_experts_and_routers_are_found_by_structure(family: str, routers: set[st
     assert {name.split(".", 3)[3] for name in router_linears(model)} == routers
 
 
+# sarvam_moe: queries, keys and values are one tensor of its files.
+@pytest.mark.parametrize("family", ["qwen3_moe", *({"sarvam_moe"} & {*CONFIG_MAPPING})])
 def test_a_model_of_experts_saved_in_several_files_is_read_back(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
-    folder = models("qwen3_moe", **FAMILIES["qwen3_moe"])
+    few = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    folder = models(family, **FAMILIES.get(family, few))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     saving.save_model(

@@ -13,6 +13,7 @@ Only what the products are given is kept for the backward pass. With g the gradi
 z = g W + g B A, the gradient of h is p z, and that of p is z h + g b, so that W h is not needed.
 """
 
+import copy
 import inspect
 import logging
 import math
@@ -182,6 +183,7 @@ def experts_forward(
     numbers = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
     on_device = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     ends = read_ends(on_device, len(hidden_states), len(order))
+    order = order[: ends[-1]]  # without choices of identities
     choices = Choices(order // top_k_index.shape[-1], ends, on_device)
     shares = top_k_weights.flatten()[order]
     h = _activated(module, hidden_states, choices)
@@ -189,6 +191,13 @@ def experts_forward(
         return _multiply(module, "down_proj", h, choices, shares=shares, sums=hidden_states)
     y = module.post_expert_norm(_multiply(module, "down_proj", h, choices)) * shares[:, None]
     return y[order.argsort()].unflatten(0, top_k_index.shape).sum(1).to(hidden_states.dtype)
+
+
+def identities_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
+    """Forward of experts of which those from `num_experts` on return their input (longcat_flash)."""
+    kept = top_k_weights.masked_fill(top_k_index < module.num_experts, 0).sum(-1, keepdim=True)
+    y = experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return y + hidden_states * kept.to(hidden_states.dtype)
 
 
 def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -386,16 +395,55 @@ def _takes_all_tokens(module: nn.Module) -> bool:
     return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
 
 
+@torch.no_grad()
+def _own_loop(module: nn.Module) -> dict[str, Any]:
+    """Attributes with which our functions compute gated experts [experts, out, in] in the place of their own loop.
+
+    Empty for other modules. The loop and our function are compared with small random weights.
+    """
+    if module._parameters.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):
+        return {}
+    shapes = [tuple(parameter.shape) for parameter in module.parameters()]
+    arguments = [*inspect.signature(type(module).forward).parameters][1:]
+    if [*map(len, shapes)] != [3, 3] or arguments != ["hidden_states", "top_k_index", "top_k_weights"]:
+        return {}
+    num_all, (num_experts, hidden, inner) = shapes[0][0], shapes[1]
+    if shapes[0][1:] != (2 * inner, hidden):
+        return {}
+    own = {"num_experts": num_experts, "has_gate": True, "is_transposed": False}
+    forward = experts_forward if num_all == num_experts else identities_forward
+    gate = getattr(type(module), "_apply_gate", apply_gate)
+    small, random, unit = copy.copy(module), torch.Generator("cpu").manual_seed(0), math.gcd(hidden, inner)
+    hidden, inner = hidden // unit, inner // unit
+    sizes = ((num_all, 2 * inner, hidden), (num_experts, hidden, inner), (3, hidden))
+    gate_up, down, x = (torch.randn(size, generator=random, device="cpu") for size in sizes)
+    vars(small).update(
+        own, _parameters={"gate_up_proj": gate_up, "down_proj": down}, _apply_gate=MethodType(gate, small)
+    )
+    index = torch.tensor([[0, num_all - 1], [num_experts - 1, 0], [num_all - 1, num_experts // 2]], device="cpu")
+    try:
+        expected, found = small(x, index, index + 0.5), forward(small, x, index, index + 0.5)
+    except (RuntimeError, TypeError, AttributeError, IndexError):
+        return {}
+    if not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+        return {}
+    return {**own, "_apply_gate": MethodType(gate, module), "forward": MethodType(forward, module)}
+
+
 def route_experts(model: nn.Module, device: torch.device) -> None:
-    """Let experts that transformers gives every token multiply with those that chose them alone, in a model as built.
+    """Let experts without transformers' interface multiply with those tokens that chose them, in a model as built.
 
     device: where the model will compute, for the memory of a group of experts.
 
-    The attribute `is_transposed` stays away: PEFT reads it, and takes their parameters as [experts, out, in].
+    Where they are [experts, in, out], the attribute `is_transposed` stays away: PEFT reads it, and takes their
+    parameters as [experts, out, in].
     """
-    for module in filter(_takes_all_tokens, model.modules()):
-        own = {"_apply_gate": MethodType(apply_gate, module), "forward": MethodType(all_tokens_forward, module)}
-        vars(module).update(takes_all_tokens=True, has_gate=True, **own)
+    for module in model.modules():
+        if _takes_all_tokens(module):
+            own = {"_apply_gate": MethodType(apply_gate, module), "forward": MethodType(all_tokens_forward, module)}
+            vars(module).update(takes_all_tokens=True, has_gate=True, **own)
+        else:
+            vars(module).update(_own_loop(module))
     for module in filter(loops_over_experts, model.modules()):
         vars(module)["group_bytes"] = GROUP_BYTES[device.type]
 
