@@ -17,16 +17,18 @@ from huggingface_hub import hf_hub_download
 from fsdp_qlora.planning.offers import KNOWN_MODELS, config_of
 from fsdp_qlora.utils.text import first_line
 
-_NO_SIZES = {"hub", "model_type", "pad_token_id"}
+_NO_SIZES = {"hub", "model_type", "pad_token_id", "max_position_embeddings"}
+_OF_BLOCKS = {"layer_types", "layers_block_type", "mlp_layer_types", "per_layer_config"}
 
 
 def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
     """A sentence for each of the keys that the model's config.json gives another value than the table."""
     theirs = json.loads(Path(hf_hub_download(sizes["hub"], "config.json")).read_text())
-    theirs |= theirs.get("text_config") or {}
-    ours = config_of(sizes)
-    found = {key: (getattr(ours, key, None), theirs[key]) for key in keys & theirs.keys() if theirs[key] is not None}
-    return [f"{key} is {there} there, and {here} here" for key, (here, there) in sorted(found.items()) if here != there]
+    ours = config_of(sizes).get_text_config()
+    # Read as transformers does: some names of a file are others in the configuration, such as compress_ratios.
+    read = type(ours).from_dict({**theirs, **(theirs.get("text_config") or {}), "model_type": ours.model_type})
+    pairs = {key: (ours.to_dict().get(key), read.to_dict().get(key)) for key in keys | _OF_BLOCKS}
+    return [f"{key} is {there} there, and {here} here" for key, (here, there) in sorted(pairs.items()) if here != there]
 
 
 def main(argv: list[str]) -> int:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 import yaml
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
@@ -243,7 +244,7 @@ def describe_offers(date: str, runs: Sequence[PlannedRun]) -> Iterator[str]:
 
 # The configs of well-known models by name, so that a plan needs no network.
 KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
-_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|v0\.\d|\d{4}))+$")
+_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|bf16|v0\.\d|\d{4}))+$")
 
 
 def known_config(name: str) -> PretrainedConfig | None:
@@ -255,7 +256,12 @@ def known_config(name: str) -> PretrainedConfig | None:
 
 
 def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
-    """The configuration of an entry of the table of well-known models."""
+    """The configuration of an entry of the table of well-known models. Raises UserError if transformers is too old."""
+    if (kind := sizes["model_type"]) not in CONFIG_MAPPING:
+        raise UserError(
+            f"transformers {transformers.__version__} does not support model type {kind!r}. For a newer model "
+            "`pip install --upgrade transformers`."
+        )
     usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
     return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
 

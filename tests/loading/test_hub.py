@@ -191,8 +191,8 @@ def test_ranks_report_a_killed_download(hub: Hub, start: Callable[..., list[subp
 
 
 def test_the_table_of_known_models_is_compared_with_the_hub(hub: Hub, tmp_path: Path) -> None:
-    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
-    text = {"model_type": "llama", "hidden_size": 64, "head_dim": None}
+    sizes = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "head_dim": None}
     hub.files["config.json"] = json.dumps({"text_config": text, "num_hidden_layers": 2}).encode()
 
     right = {"hub": "owner/model", **sizes, "head_dim": 16}

@@ -82,7 +82,7 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
     found = known_config("meta-llama/Llama-2-70b-hf")
     assert found is not None and found.num_hidden_layers == 80
     assert known_config("Qwen/Qwen3-8B-Base").num_key_value_heads == 8  # type: ignore[union-attr]
-    names = ("meta-llama/Llama-3.1-70B-Instruct", "mistralai/Mistral-Nemo-Instruct-2407", "Qwen/Qwen3.5-35B-A3B")
+    names = ("meta-llama/Llama-3.1-70B-Instruct", "mistralai/Mistral-Nemo-Instruct-2407", "Qwen/Qwen3.6-35B-A3B-FP8")
     assert [config and config.hidden_size for config in map(known_config, names)] == [8192, 5120, 2048]
     for name in ("llama-3.1-70b", "llama3.1:70b", "unsloth/Llama 3.1 70B-Instruct"):
         assert known_config(name).num_hidden_layers == 80  # type: ignore[union-attr]
@@ -91,6 +91,7 @@ def test_a_well_known_model_is_found_with_owner_and_suffix() -> None:
 
 def test_a_mixture_of_any_size_is_built_without_memory_for_it() -> None:
     sizes = {"deepseek-ai/DeepSeek-R1-0528": 671, "moonshotai/Kimi-K2-Instruct": 1026, "zai-org/GLM-4.5-Air": 107}
+    sizes |= {"deepseek-v4-flash": 284, "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "gemma4:26b-a4b": 25.2}
     how = {"attn_implementation": "auto", "dtype": torch.float32, "compute_dtype": torch.float32}
     for name, billions in sizes.items():
         model = build_meta_model(known_config(name), **how, device=torch.device("cpu"))  # type: ignore[arg-type]
