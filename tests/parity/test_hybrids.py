@@ -44,6 +44,7 @@ TABLE = {
     "qwen3_5_moe_text": Hybrid({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"),
     "qwen3_next": Hybrid({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"),
     "olmo_hybrid": Hybrid(LINEAR, "linear_attn"),
+    "lara_mini": Hybrid({**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 64}, "linear_attn"),
     "kimi_linear": Hybrid({
         **EXPERTS, "layer_types": LINEAR["layer_types"], "linear_num_heads": 4, "linear_head_dim": 16,
         "num_local_experts": 4, "mlp_layer_types": ["dense", "sparse"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -82,7 +83,17 @@ TABLE = {
 }  # fmt: skip
 HYBRIDS = {family: hybrid for family, hybrid in TABLE.items() if family in CONFIG_MAPPING}  # older versions know fewer
 # Of each structure one family is trained in continuous integration.
-ALIKE = {"qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bailing_hybrid", "lfm2_moe", "lfm3", "bamba", "falcon_h1"}
+ALIKE = {
+    "lara_mini",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "olmo_hybrid",
+    "bailing_hybrid",
+    "lfm2_moe",
+    "lfm3",
+    "bamba",
+    "falcon_h1",
+}
 WITHOUT_PADDING = {family: hybrid.shape for family, hybrid in HYBRIDS.items() if hybrid.apart}
 SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,
           "mamba_d_state": 16, "mamba_ngroups": 1, "num_mem_blocks": 1, "chunk_size": 16, "attention_head_dim": 32,

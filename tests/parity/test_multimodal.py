@@ -59,9 +59,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4_5": {"layer_types": ["sliding_attention", "full_attention"]},
     "kimi_k25": {"num_key_value_heads": 4},
     "llava": {},
+    "step3p7": {
+        "mlp_layer_types": ["dense", "sparse"],
+        "sliding_window": 8,
+        "share_expert_dim": 64,
+        "num_sliding_attention_heads": 4,
+        "swiglu_limits": [0.0, 0.1],
+    },
 }
 # Of each structure one family is trained in continuous integration.
-ALIKE = {"qwen2_5_vl", "glm4v", "mistral3", "internvl", "exaone4_5", "kimi_k25"}
+ALIKE = {"qwen2_5_vl", "glm4v", "mistral3", "internvl", "exaone4_5", "kimi_k25", "step3p7"}
 
 
 def shrunk(config: PretrainedConfig, sizes: dict[str, Any], **others: Any) -> PretrainedConfig:
@@ -91,7 +98,7 @@ def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family: st
     (tmp_path / "model").mkdir()
     folder = make_multimodal(tmp_path / "model", family)
     rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
-    has_experts = family in ("qwen3_vl_moe", "kimi_k25")  # bitsandbytes quantizes none
+    has_experts = family in ("qwen3_vl_moe", "kimi_k25", "step3p7")  # bitsandbytes quantizes none
     output = train_ok(
         2,
         tmp_path / "out",
