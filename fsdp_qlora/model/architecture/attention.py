@@ -123,7 +123,8 @@ def packing_blocker(model: PreTrainedModel) -> str | None:
         return "it takes no positions"
     # Hybrids leave out the flag of the first, which is about serving; their other layers are not attention.
     replaceable = getattr(model, "_supports_attention_backend", False) or any(map(_looks_up, model.modules()))
-    is_told = getattr(model, "_supports_flash_attn", False)
+    # A model for images may deny it for its masks of them alone, of which text has none.
+    is_told = getattr(model.get_decoder(), "_supports_flash_attn", False)
     return None if replaceable and is_told else "its attention cannot be replaced"
 
 
