@@ -80,6 +80,13 @@ class ModelParts:
         return is_plain_lookup(self.embedding)
 
     @functools.cached_property
+    def token_tables(self) -> list[nn.Module]:
+        """Further embeddings of the text's tokens, such as those that blocks get of their own. Cached as `looks_up`."""
+        inside = {module for part in (*self.towers.values(), self.blocks) for module in part.modules()}
+        tables = [each for each in self.model.modules() if isinstance(each, nn.Embedding) and each not in inside]
+        return [table for table in tables if table is not self.embedding and is_plain_lookup(table)]
+
+    @functools.cached_property
     def matrices(self) -> list[tuple[int, ...]]:
         """The shapes of the blocks' matrices."""
         return matrix_shapes(self.blocks)

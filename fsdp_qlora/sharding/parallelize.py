@@ -153,7 +153,7 @@ def _parameters_fsdp_ignores(
         return frozen
     look_up_on_host(parts, mesh, param_dtype)
     # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the others.
-    streamed = {parameter for module in parts.in_order for parameter in module.parameters()}
+    streamed = {parameter for module in (*parts.in_order, *parts.token_tables) for parameter in module.parameters()}
     return {parameter for parameter in frozen if parameter in streamed or parameter.dim() < 2}
 
 
@@ -240,7 +240,8 @@ def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn
 def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Tensor]:
     """The parameters that belong into host memory, those of a module side by side."""
     on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
-    may_be_plain = {parameter for module in parts.in_order for parameter in module.parameters()}
+    frozen_parts = (*parts.in_order, *parts.token_tables)
+    may_be_plain = {parameter for module in frozen_parts for parameter in module.parameters()}
     parameters = (
         parameter
         for part in on_host

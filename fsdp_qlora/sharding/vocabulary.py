@@ -62,10 +62,12 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
     head: Any = parts.head
     looks_up, multiplies = is_shared(parts, shard_size(mesh), param_dtype)
     shared: set[nn.Parameter] = set()
-    if looks_up:
-        embedding.weight = _sharded(embedding.weight, mesh)
-        embedding.vocab_shard = Lookup(embedding, mesh)
-        shared.add(embedding.weight)
+    tables: list[Any] = [embedding] if looks_up else []
+    tables += [table for table in parts.token_tables if _has_frozen_rows(table, shard_size(mesh), param_dtype)]
+    for table in tables:
+        table.weight = _sharded(table.weight, mesh)
+        shared.add(table.weight)
+    _look_up(parts.model, tables, mesh)
     if multiplies:
         head.weight = embedding.weight if parts.is_tied else _sharded(head.weight, mesh)
         head.vocab_shard = SharedHead(head, mesh, parts.blocks[-1])
@@ -74,10 +76,19 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
 
 
 def look_up_on_host(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
-    """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
-    embedding: Any = parts.embedding
-    if _has_frozen_rows(embedding, 1, param_dtype) and parts.looks_up:
-        embedding.vocab_shard = Lookup(embedding, mesh)
+    """Have a rank copy only its tokens' rows of frozen embeddings that it has whole in host memory."""
+    tables = [*([parts.embedding] if parts.looks_up else []), *parts.token_tables]
+    _look_up(parts.model, [table for table in tables if _has_frozen_rows(table, 1, param_dtype)], mesh)
+
+
+def _look_up(model: PreTrainedModel, tables: Sequence[Any], mesh: DeviceMesh) -> None:
+    for table in tables:
+        table.vocab_shard = Lookup(table, mesh, model)
+    model.lookups = [table.vocab_shard for table in tables]
+
+
+def _lookups_of(model: PreTrainedModel) -> "list[Lookup]":
+    return getattr(model, "lookups", [])
 
 
 def lookup_of(model: PreTrainedModel) -> "Lookup | None":
@@ -92,27 +103,32 @@ def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
 
 def sharing_ranks(model: PreTrainedModel) -> list[int]:
     """The ranks with which this one shares an embedding or a head, itself included, in the order of their rows."""
-    shared = lookup_of(model) or shared_head_of(model)
+    shared = next(iter(_lookups_of(model)), None) or shared_head_of(model)
     return dist.get_process_group_ranks(shared.group) if shared else []
 
 
 @contextlib.contextmanager
 def tokens_known(
-    model: PreTrainedModel, tokens: Sequence[torch.Tensor] | None, *, first: int | None = None
+    model: PreTrainedModel,
+    tokens: Sequence[torch.Tensor] | None,
+    *,
+    first: int | None = None,
+    has_images: bool = False,
 ) -> Iterator[None]:
     """In this block of code the host knows what the ranks look up, so that no device is asked for it.
 
     Args:
         tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None: not known.
         first: how many of its own this rank's model uses; None for all.
+        has_images: further embeddings of the tokens are asked for others where a rank has images.
     """
-    lookup = lookup_of(model)
-    if lookup:
-        lookup.tokens, lookup.first = tokens, first
+    for lookup in _lookups_of(model):
+        known = None if has_images and lookup is not lookup_of(model) else tokens
+        lookup.tokens, lookup.first = known, first if known is not None else None
     try:
         yield
     finally:
-        if lookup:
+        for lookup in _lookups_of(model):
             lookup.tokens = lookup.first = None
 
 
@@ -148,11 +164,12 @@ class _RowExchange:
         self.group: dist.ProcessGroup = mesh["shard"].get_group()
         self.rank, self.size = shard_rank(mesh), shard_size(mesh)
         self._shared: nn.Parameter | None = None
+        self.stored: nn.Parameter | None = None
         module.register_forward_hook(self._leave, always_call=True)
 
     def own_rows(self) -> torch.Tensor:
         """This rank's rows, on the device that stores them."""
-        return local_part(self.module.weight)  # type: ignore[arg-type]
+        return local_part(self.module.weight if self.stored is None else self.stored)  # type: ignore[arg-type]
 
     def _replace(self, weight: torch.Tensor) -> None:
         self._shared = self.module._parameters["weight"]
@@ -201,20 +218,38 @@ class Lookup(_RowExchange):
     """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens up in these.
 
     The result is that of the whole matrix to the bit. From weights in host memory only these rows are copied.
+
+    Other code of the model finds a matrix of NaN meanwhile, in no memory: gemma4 reads a row that it does not use, and
+    a shard, or a tensor of the host, would fail. What uses one would not pass unnoticed.
+
+    Attributes:
+        stored: the weight, while the model's forward pass runs.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, model: PreTrainedModel) -> None:
         super().__init__(module, mesh)
+        model.base_model.register_forward_pre_hook(self._hide)
+        model.base_model.register_forward_hook(self._show, always_call=True)
         # It says whose row gets no gradient, which a frozen row never does, and must be the number of a row.
         module.padding_idx = None  # type: ignore[assignment]
         self.tokens: Sequence[torch.Tensor] | None = None
         self.first: int | None = None
         module.register_forward_pre_hook(self._enter)
 
+    def _hide(self, *_: Any) -> None:
+        weight: Any = self.module.weight
+        nan = torch.full((), torch.nan, dtype=weight.dtype, device=self.mesh.device_type)
+        self.stored = self.module._parameters["weight"]
+        self.module._parameters["weight"] = nn.Parameter(nan.expand(weight.shape), requires_grad=False)
+
+    def _show(self, *_: Any) -> None:
+        self.module._parameters["weight"], self.stored = self.stored, None
+
     @torch.no_grad()
     def _enter(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         ids = args[0]
         tokens = self.tokens if self.tokens is not None else self._ask(ids)
+        tokens = [each.where(each < len(module.weight), 0) for each in tokens]  # type: ignore[arg-type]  # as gemma3n's
         used = tokens[self.rank][: self.first]
         assert used.numel() == ids.numel(), "the model looks up other tokens than those of its batch"
         wanted = plan_row_exchange(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]

@@ -80,7 +80,9 @@ class ForwardPass:
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
         reference = self.reference.beside_policy() if self.reference and not alone else contextlib.nullcontext()
-        looked_up = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
+        looked_up = tokens_known(
+            self.model, batch.tokens_of_ranks, first=batch.input_ids.numel(), has_images=batch.calls_towers
+        )
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:

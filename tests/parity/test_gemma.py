@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.quantizers.routed import router_linears
-from tests.reference import encode, load_adapter, load_base, train_plainly
+from tests.reference import LINEARS, encode, load_adapter, load_base, train_plainly
 from tests.tiny import PROBE, SIZES, make_model, make_rows, read_metrics, train_ok, write_rows
 
 KINDS = ["sliding_attention", "full_attention"] * 2
@@ -122,7 +122,7 @@ def test_a_run_is_a_plain_loop_of_peft(form: str, run: str, folders: Folders, tm
         dataset=folder / "rows.jsonl",
         batch_size=4 // ranks,
         gradient_accumulation_steps=2,
-        lora_target_modules="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        lora_target_modules=",".join(LINEARS),
         logits_file=tmp_path / "logits.safetensors",
         **OPTIONS,
         **options,
