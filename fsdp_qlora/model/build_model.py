@@ -55,13 +55,13 @@ class LayerOptions:
 class MetaModel:
     """A model without weights, and the paths of the layers that are quantized, adapted or trained.
 
-    linears: all linear layers. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
+    modules: all. quantized: linear layers to quantize. quantized_experts: 3-D expert parameters to
     quantize, if the quantizer supports it. targets, target_parameters: linear layers and expert parameters with an
     adapter. trained: blocks that train in full. left_out: layers that are neither quantized nor adapted, and why.
     """
 
     parts: ModelParts
-    linears: list[str]
+    modules: list[str]
     quantized: list[str]
     quantized_experts: list[str]
     targets: list[str]
@@ -135,7 +135,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
             "adapted. Choose a model of another family."
         )
     targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
-    all_linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    modules = [path for path, _ in model.named_modules()]
     parts = ModelParts.of(model)
     _check_blocks_share_nothing(parts.blocks, config)
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
@@ -151,7 +151,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
         own = {*own_products(model)}.difference(router_linears(model))
         left_out = dict.fromkeys(read_directly(model), "other modules read their weights")
         left_out |= dict.fromkeys(sorted(own), "their products are not those of linear layers")
-    return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
+    return MetaModel(parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out)
 
 
 def _check_blocks_share_nothing(blocks: nn.ModuleList, config: PretrainedConfig) -> None:

@@ -227,7 +227,7 @@ def build_plan(
     adapter = None
     if train_type.adapter:
         adapter = peft_config(
-            meta.linears,
+            meta.modules,
             meta.targets,
             meta.target_parameters,
             train_type.adapter,

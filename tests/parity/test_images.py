@@ -18,14 +18,16 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     Gemma3Processor,
+    Gemma4Processor,
     PreTrainedTokenizerFast,
     Qwen3VLProcessor,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.parity.test_multimodal import make_multimodal
-from tests.reference import load_base, train_plainly
+from tests.reference import LINEARS, load_base, train_plainly
 from tests.tiny import flags, make_tokenizer, on_ranks, read_metrics, train_ok
 
 Image = pytest.importorskip("PIL.Image")
@@ -50,6 +52,13 @@ class Qwen3VL(Qwen3VLProcessor):
         return None
 
 
+class Gemma4(Gemma4Processor):
+    """Without its part for video, which needs torchvision, and that for sound."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        return None
+
+
 def qwen3_vl(folder: Path) -> Any:
     tokens = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
     if not (folder / "preprocessor_config.json").exists():
@@ -65,6 +74,18 @@ def gemma3(folder: Path) -> Any:
         images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
         Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
     return Gemma3Processor.from_pretrained(folder)
+
+
+def gemma4(folder: Path) -> Any:
+    tokens = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+    sounds = {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    images = Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=2, max_soft_tokens=70)
+    if not (folder / "preprocessor_config.json").exists():
+        tokenizer = save_tokenizer(folder, tokens | sounds, "<|image|>")
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(folder)
+        images.save_pretrained(folder)
+    return Gemma4(None, images, AutoTokenizer.from_pretrained(folder), None)
 
 
 def save_tokenizer(folder: Path, tokens: dict[str, str], shown: str) -> PreTrainedTokenizerFast:
@@ -124,7 +145,8 @@ def make_chats(folder: Path) -> tuple[list[dict[str, Any]], list[list[Any]]]:
 
 def encode(processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any]) -> dict[str, torch.Tensor]:
     """What the processor gives for a chat, and labels: the tokens of what the assistant says."""
-    shown = {"qwen": "<|vision_start|><|image_pad|>", "gemm": "<start_of_image>"}[type(processor).__name__[:4].lower()]
+    images_shown = {"Qwen3VL": "<|vision_start|><|image_pad|>", "Gemma4": "<|image|>"}
+    shown = images_shown.get(type(processor).__name__, "<start_of_image>")
 
     def text_of(content: Any) -> str:
         return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
@@ -150,9 +172,12 @@ def encode(processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any
     return {**found, "labels": labels}
 
 
+PROCESSORS = {"qwen3_vl": qwen3_vl, "gemma3": gemma3, "gemma4": gemma4}
+
+
 @functools.cache
 def plain(family: str, folder: Path) -> Any:
-    processor = {"qwen3_vl": qwen3_vl, "gemma3": gemma3}[family](folder)
+    processor = PROCESSORS[family](folder)
     rows, images = make_chats(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = [encode(processor, tokenizer, *each) for each in zip(rows, images, strict=True)]
@@ -164,7 +189,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def make(family: str) -> Path:
         folder = make_multimodal(tmp_path_factory.mktemp(family), family)
-        {"qwen3_vl": qwen3_vl, "gemma3": gemma3}[family](folder)
+        PROCESSORS[family](folder)
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, make_chats(folder)[0])) + "\n")
         return folder
 
@@ -178,13 +203,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("gemma3", 1),
         pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
         pytest.param("gemma3", 2, marks=pytest.mark.slow),
+        pytest.param("gemma4", 2, marks=pytest.mark.slow),
+        pytest.param("gemma4", 1, marks=pytest.mark.nightly),
     ],
 )
 def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folders: Any, tmp_path: Path) -> None:
     folder = folders(family)
     output = train_ok(
         ranks, tmp_path / "out", model_name=folder, dataset=folder / "rows.jsonl", batch_size=1,
-        gradient_accumulation_steps=8 // ranks, **OPTIONS,
+        gradient_accumulation_steps=8 // ranks, lora_target_modules=",".join(LINEARS), **OPTIONS,
     )  # fmt: skip
     losses, norms, adapter = plain(family, folder)
     assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-5)
@@ -192,7 +219,7 @@ def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folder
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert saved.keys() == adapter.keys()
     for name, value in saved.items():
-        torch.testing.assert_close(value, adapter[name], rtol=1e-4, atol=1e-5)
+        assert (value - adapter[name]).norm() < 1e-4 * adapter[name].norm()
     assert "Rows are padded" in output
 
 

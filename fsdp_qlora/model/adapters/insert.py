@@ -295,7 +295,7 @@ def _as_int(alpha: float) -> int:
 
 
 def peft_config(
-    linears: Sequence[str],
+    modules: Sequence[str],
     targets: Sequence[str],
     parameters: Sequence[str],
     kind: str,
@@ -307,14 +307,15 @@ def peft_config(
     """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
 
     Args:
-        linears: paths of all linear layers of the blocks. targets: paths of layers with an adapter.
+        modules: paths of all modules, of which PEFT refuses others of a target's name. targets: paths of layers with an
+            adapter.
         parameters: paths of the 3-D parameters with an adapter.
     """
     by_weight = reached_by_weight(targets, model_config)
     targets = [path for path in targets if path not in by_weight]
     target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
-    named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
+    named = [path for path in modules if path.rsplit(".", 1)[-1] in leaves]
     # Twice the rank with the same scaling factor, see `saved_parameters`.
     rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
