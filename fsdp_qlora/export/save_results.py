@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,17 +244,13 @@ def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _as_stored(
-    model: PreTrainedModel, name: str, tensor: torch.Tensor, fused: Sequence[str] = ()
-) -> dict[str, torch.Tensor]:
+def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor, fused: Any = ()) -> dict[str, torch.Tensor]:
     """A tensor under its published name; merged parameters of experts are split, as transformers does on saving.
 
     fused: published names under which no parameter is saved alone.
     """
-    if not expert_parameters(model):
-        return {name: tensor}
-    stored = revert_weight_conversion(model, {name: tensor})
-    if stored.keys() & {*fused}:
+    stored = revert_weight_conversion(model, {name: tensor}) if expert_parameters(model) else {}
+    if not stored or stored.keys() & {*fused}:
         return {name: tensor}
     return {part: value.contiguous() for part, value in stored.items()}
 

@@ -24,7 +24,7 @@ from fsdp_qlora.model.adapters.insert import (
 )
 from fsdp_qlora.model.architecture.attention import compute_rope_by_row
 from fsdp_qlora.model.architecture.fused import fuse_modules
-from fsdp_qlora.model.architecture.models import build_meta_model, own_products, read_directly
+from fsdp_qlora.model.architecture.models import block_linears, build_meta_model, read_directly
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
@@ -148,9 +148,9 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
         frozen_experts = [path for path in frozen_experts if packed.has_experts and packed.is_quantized(path)]
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
-        own = {*own_products(model)}.difference(router_linears(model))
-        left_out = dict.fromkeys(read_directly(model), "other modules read their weights")
-        left_out |= dict.fromkeys(sorted(own), "their products are not those of linear layers")
+        own, routers = block_linears(model, by_class_alone=True), router_linears(model)
+        left_out = {path: "their products are not those of linear layers" for path in own if path not in routers}
+        left_out |= dict.fromkeys(read_directly(model), "other modules read their weights")
     return MetaModel(parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out)
 
 

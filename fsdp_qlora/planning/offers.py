@@ -258,10 +258,8 @@ def known_config(name: str) -> PretrainedConfig | None:
 def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration of an entry of the table of well-known models. Raises UserError if transformers is too old."""
     if (kind := sizes["model_type"]) not in CONFIG_MAPPING:
-        raise UserError(
-            f"transformers {transformers.__version__} does not support model type {kind!r}. For a newer model "
-            "`pip install --upgrade transformers`."
-        )
+        too_old = f"transformers {transformers.__version__} does not know model type {kind!r}"
+        raise UserError(f"{too_old}. `pip install --upgrade transformers`.")
     usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}
     return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
 

@@ -372,21 +372,11 @@ def is_linear(module: nn.Module) -> bool:
         return False
 
 
-def _of_linear_class(model: nn.Module) -> dict[str, bool]:
-    """Path -> `is_linear` of the modules inside the decoder blocks that are linear layers by their class."""
+def block_linears(model: nn.Module, *, by_class_alone: bool = False) -> list[str]:
+    """The paths of all linear layers inside the decoder blocks, in the order of the model; or of what only looks so."""
     inside = {*find_blocks(model).modules()}
     linears = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear))
-    return {path: is_linear(module) for path, module in linears if module in inside}
-
-
-def block_linears(model: nn.Module) -> list[str]:
-    """The paths of all linear layers inside the decoder blocks, in the order of the model."""
-    return [path for path, is_one in _of_linear_class(model).items() if is_one]
-
-
-def own_products(model: nn.Module) -> list[str]:
-    """The paths of the blocks' modules that are linear layers by their class and compute something else."""
-    return [path for path, is_one in _of_linear_class(model).items() if not is_one]
+    return [path for path, module in linears if module in inside and is_linear(module) != by_class_alone]
 
 
 def read_directly(model: nn.Module) -> list[str]:

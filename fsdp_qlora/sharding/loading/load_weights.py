@@ -302,10 +302,7 @@ class _AsInFiles:
         self.config, self._dtype, self._shapes = model.config, model.dtype, shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise AttributeError(f"the model has no weight {name}")
-        return torch.empty(shape, dtype=self._dtype, device="meta")
+        return torch.empty(self._shapes[name] or (), dtype=self._dtype, device="meta")
 
 
 def _on_meta(forms: Mapping[str, TensorForm]) -> dict[str, torch.Tensor]:
