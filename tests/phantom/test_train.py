@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
+from tests.parity.test_gemma import FORMS
 from tests.parity.test_hybrids import HYBRIDS
 from tests.phantom.beside_cpu import Beside, Differences, run_both
 from tests.phantom.environment import Rank, run
@@ -99,6 +100,12 @@ CASES: dict[str, Case] = {
         allowed=HALVES,
     ),
     "soft caps": Case({}, model=("gemma2", {"sliding_window": 32, "query_pre_attn_scalar": 16})),
+    **{
+        f"shared keys, per-layer embeddings{', offload' if offload else ''}": Case(
+            {"recompute": 2, **(OFFLOAD if offload else {})}, model=FORMS["e4b"]
+        )
+        for offload in (False, True)
+    },
     "Turing": Case({"precision": "fp16_autocast"}, capability=75, allowed=HALVES),
     "Hopper": Case({"precision": "bf16"}, capability=90, allowed=HALVES),
     **{
