@@ -1,7 +1,8 @@
 """Activation checkpointing of decoder blocks, switched between steps, and a reference pass beside the policy's."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class ReferencePass:
     def __init__(self, model: nn.Module) -> None:
         self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
         self._hidden: torch.Tensor | None = None
+        self._told: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
@@ -106,7 +108,7 @@ class ReferencePass:
         try:
             yield
         finally:
-            self._hidden = None
+            self._hidden, self._told = None, {}
             for block in self._adapted:
                 block.follow = None
 
@@ -114,13 +116,16 @@ class ReferencePass:
         """Run the reference's block after the policy's."""
         hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
         # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
+        # Where blocks tell later ones their keys and values, the reference's have a mapping of their own.
+        told = {name: value for name, value in kwargs.items() if isinstance(value, MutableMapping)}
+        told = {name: self._told.setdefault(id(value), copy.copy(value)) for name, value in told.items()}
         with torch.no_grad(), as_at_start(self._adapted[block]):
-            reference = unwrapped(block).forward(hidden, *args[1:], **kwargs)
+            reference = unwrapped(block).forward(hidden, *args[1:], **kwargs | told)
         reference = reference if isinstance(reference, torch.Tensor) else reference[0]
         if block is not next(reversed(self._adapted)):
             self._hidden = reference
             return output
-        self._hidden = None
+        self._hidden, self._told = None, {}
         if isinstance(output, torch.Tensor):
             return torch.cat([output, reference])
         return torch.cat([output[0], reference]), *output[1:]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.routed import router_linears
 from tests.reference import LINEARS, encode, load_adapter, load_base, train_plainly
 from tests.tiny import PROBE, SIZES, make_model, make_rows, read_metrics, train_ok, write_rows
@@ -141,8 +142,26 @@ def test_a_run_is_a_plain_loop_of_peft(form: str, run: str, folders: Folders, tm
         torch.testing.assert_close(reloaded(input_ids=PROBE).logits, logits, rtol=1e-4, atol=1e-4)
 
 
+def test_per_layer_embeddings_are_looked_up_as_the_tokens_are(folders: Folders) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders("e4b"))
+    assert ModelParts.of(model).token_tables == [model.model.embed_tokens_per_layer]
+
+
 def test_a_router_that_is_a_module_is_not_quantized() -> None:
     family, sizes = FORMS["26b-a4b"]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **sizes}))
     assert router_linears(model) == [f"model.layers.{n}.router.proj" for n in range(4)]
+
+
+def test_a_reference_beside_the_policy_has_keys_of_its_own(folders: Folders, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": r["instruction"], "chosen": r["output"], "rejected": r["output"] + " blue"} for r in make_rows(8)
+    ]
+    data, norms = write_rows(tmp_path / "pairs.jsonl", rows), []
+    options: dict[str, Any] = {**OPTIONS, "objective": "dpo", "batch_size": 4, "recompute": 1}
+    for before in (False, True):
+        out = tmp_path / str(before)
+        train_ok(1, out, model_name=folders("e4b"), dataset=data, precompute_reference=before, **options)
+        norms.append(read_metrics(out, "grad_norm"))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
