@@ -141,8 +141,6 @@ def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[No
     Outside of it a caller's padded rows and caches of keys and values have the model's own, which takes masks.
     """
     own = model.config._attn_implementation
-    for name, kernel in _KERNELS.items():
-        AttentionInterface.register(name, partial(_attention, kernel))
     model.config._attn_implementation = implementation or own
     try:
         yield
@@ -360,3 +358,5 @@ _KERNELS: dict[str, Kernel] = {
     VARLEN: _varlen,
     EAGER: _eager,
 }
+for _name, _kernel in _KERNELS.items():  # transformers looks them up by our names
+    AttentionInterface.register(_name, partial(_attention, _kernel))

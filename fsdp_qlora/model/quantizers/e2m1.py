@@ -33,7 +33,7 @@ class E2m1Weight(QuantizedWeight):
     statistics: tuple[str, ...] = ("scale",)
     # Codes are looked up two at a time, and the values scaled: 10.5 bytes, of which 4 are an index of 32 bits. Scales
     # add 0.9 to 1.1.
-    decoding_bytes = 11.5
+    decoding_bytes = 11.47
     group_size: int
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype) -> None:
