@@ -383,7 +383,9 @@ class TrainConfig:
 
     @property
     def keeps_start(self) -> bool:
-        """Whether that reference is an adapter, which is kept once more, and not the base."""
+        """Whether the first adapter is kept once more: a reference, or a server's base, is more than the base here."""
+        if self.rollout_url and self.init_lora_weights.startswith(("pissa", "olora")):  # subtracted from the base
+            return True
         return self.has_reference_beside and (self.adapter is not None or self.init_lora_weights != "true")
 
     @property

@@ -269,6 +269,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
         text_of=stops.text_of,
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
+        next_check=0 if config.rollout_url else None,
     )
 
 

@@ -20,6 +20,7 @@ from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.clock import Heartbeat
+from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import gathered, reshard_all
@@ -131,15 +132,15 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
 
 
 @torch.no_grad()
-def token_logprobs(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
-    """Log-probability of each learned token under the current weights, float32 [tokens], 0 of others.
+def token_logprobs(forward: ForwardPass, table: TokenizedRows, *, at_start: bool = False) -> np.ndarray:
+    """Log-probability of each learned token under the current weights or the first, float32 [tokens], 0 of others.
 
     Called on every rank, with the same rows.
     """
     logps = torch.zeros(len(table.input_ids), device=forward.ranks.device)
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     forward.model.eval()
-    with forward.attending():
+    with forward.attending(), as_at_start(adapted_layers(forward.model) if at_start else ()):
         # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds differently.
         for batch in forward.collator.lay_out_step(table, np.arange(len(table))):
             forward.heartbeat.beat(forward.heartbeat.step, "compute")

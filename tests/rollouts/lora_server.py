@@ -117,12 +117,16 @@ class Sampler:
         self._loaded = ""
 
     def __call__(self, adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
-        import torch
         from peft import PeftModel
 
         if adapter != self._loaded:
             base = self.model.unload() if self._loaded else self.model
             self.model, self._loaded = PeftModel.from_pretrained(base, adapter).eval(), adapter
+        return self.sample(request)
+
+    def sample(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        import torch
+
         source = torch.Generator().manual_seed(request["seed"])
         tokens: list[int] = []
         logps: list[float] = []

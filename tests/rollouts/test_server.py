@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from fsdp_qlora.training.rl import engine as engine_module
 from fsdp_qlora.training.rl.engine import Server, ServerEngine, check_server
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped
 from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_for
-from tests.rollouts.lora_server import LoraServer
+from tests.rollouts.lora_server import LoraServer, Sampler
 from tests.tiny import ROOT, WORDS, _free_port, write_rows
 
 END, LONGEST = 9, 4
@@ -332,11 +333,11 @@ class ServerProcess:
     """A server in a process of its own, which can be killed and started again at the same address.
 
     Args:
-        command: of the server, with {port} in it. name: that it has for the base model.
+        command: of the server, with {port} in it; it knows the base model as tiny.
     """
 
-    def __init__(self, *command: str, log: Path, name: str, **environment: str) -> None:
-        self.port, self.name, self._log = _free_port(), name, log
+    def __init__(self, *command: str, log: Path, **environment: str) -> None:
+        self.port, self._log = _free_port(), log
         self._command = [word.format(port=self.port) for word in command]
         self._environment = {**os.environ, **environment}
         self.start()
@@ -366,7 +367,7 @@ class ServerProcess:
 @pytest.fixture(scope="module")
 def lora_server(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     command = sys.executable, "-m", "tests.rollouts.lora_server", str(models()), "tiny", "{port}"
-    found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log", name="tiny")
+    found = ServerProcess(*command, log=tmp_path_factory.mktemp("server") / "server.log")
     yield found
     found.kill()
 
@@ -378,18 +379,22 @@ def whole(
     """Options of a run, and its folder: nothing has disturbed it."""
     folder = tmp_path_factory.mktemp("whole")
     options = options_of(lora_server, models(), folder, "out")
-    assert "Waiting for the server" not in finish(options, folder / "logs").output().partition("Proof:")[2]
+    output = finish(options, folder / "logs").output()
+    assert "Waiting for the server" not in output.partition("Proof:")[2]
+    assert output.count("The server uses the adapter: ") == 1
     return options, folder / "out"
 
 
-def options_of(server: ServerProcess, model: Path, folder: Path, output: str, **changes: object) -> dict[str, object]:
+def options_of(
+    server: ServerProcess | LoraServer, model: Path, folder: Path, output: str, **changes: object
+) -> dict[str, object]:
     scorer = folder / "scorer.py"
     scorer.write_text(
         "def even(completion_ids, **_):\n    return [sum(id % 2 == 0 for id in ids) for ids in completion_ids]\n"
     )
     rows = write_rows(folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]])
     return {
-        **{"model_name": model, "base_name": f"hub/{server.name}", "train_type": "lora", "precision": "fp32"},
+        **{"model_name": model, "base_name": "hub/tiny", "train_type": "lora", "precision": "fp32"},
         **{
             "dataset": rows,
             "output_dir": folder / output,
@@ -428,6 +433,34 @@ def test_a_killed_server_is_waited_for_and_changes_no_byte(
         assert job.wait() == [0, 0], job.output()
     assert "answers again after" in job.output()
     assert adapter(tmp_path / "out") == adapter(whole[1]) and read_rollouts(tmp_path / "out") == records
+
+
+class Base(Sampler):
+    """Loads adapters, and changes nothing."""
+
+    def __call__(self, adapter: str, request: dict[str, Any]) -> tuple[list[int], list[float]]:
+        return self.sample(request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"precision": "bf16"}, pytest.param({"init_lora_weights": "pissa"}, marks=pytest.mark.nightly)],
+    ids=["bf16", "pissa"],
+)
+def test_a_server_that_ignores_adapters_ends_the_run(
+    models: Callable[..., Path], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    sampler = Base(str(models()))
+    with LoraServer("tiny", sampler, sampler.end) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        options = options_of(server, models(), tmp_path, "out", **changes)
+        output = finish(options, tmp_path / "logs", [1, 1]).output()
+        server.shutdown()
+    assert "[rank 1] error: The server ignores the adapter" in output and "uses the adapter:" not in output
+    [(to_base, to_model), *_] = re.findall(r"are (\S+) from the base's and (\S+) from", output)
+    assert float(to_base) < (0.01 if "precision" in changes else 1e-5) < 0.02 < float(to_model)
+    assert 1 <= steps_done(tmp_path / "out") < 8 and [*(tmp_path / "out" / "checkpoints").iterdir()]
 
 
 @pytest.mark.nightly
@@ -481,7 +514,7 @@ def test_vllm_answers_with_the_newest_adapter(models: Callable[..., Path], tmp_p
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
     words = f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny --enable-lora --port"
     command = os.environ["FSDP_QLORA_VLLM"], *words.split(), "{port}", *["--dtype", "float32", "--enforce-eager"]
-    server = ServerProcess(*command, log=tmp_path / "vllm.log", name="tiny", **environment)
+    server = ServerProcess(*command, log=tmp_path / "vllm.log", **environment)
     try:
         wait_for(server.answers)
         finish(options_of(server, model, tmp_path, "out"), tmp_path / "logs")

@@ -165,7 +165,8 @@ class Rollouts:
     """A `RowSource`: each generation is written to rollouts.jsonl before the first step that learns from it.
 
     text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights that answered; None
-    where those of the step itself are as good. scale_rewards: as the option.
+    where those of the step itself are as good. scale_rewards: as the option. next_check: the first step that may find
+    whether a server uses the adapter; None if it is known.
     """
 
     data: RunData
@@ -175,8 +176,9 @@ class Rollouts:
     ranks: Ranks
     control: Control
     text_of: Callable[[list[int]], str]
-    logprobs: Callable[[TokenizedRows], np.ndarray] | None
+    logprobs: Callable[..., np.ndarray] | None
     scale_rewards: str
+    next_check: int | None = None
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -255,15 +257,37 @@ class Rollouts:
         ]
         if self.logprobs:
             table = table_of(rollouts)
-            logps = np.split(self.logprobs(table), table.offsets[1:-1])
+            logps = self.logprobs(table)
+            if self.next_check is not None and step >= self.next_check:
+                self.next_check = 2 * step + 1  # each check costs a forward pass
+                self._check_server(table, logps, self.logprobs(table, at_start=True))
             rollouts = [
                 dataclasses.replace(rollout, old_logps=of_row[len(rollout.prompt_ids) :].tolist())
-                for rollout, of_row in zip(rollouts, logps, strict=True)
+                for rollout, of_row in zip(rollouts, np.split(logps, table.offsets[1:-1]), strict=True)
             ]
         with raise_on_all_ranks(RolloutError, self.ranks.device):
             if self.ranks.is_rank_0:
                 append_rollouts(self.path, rollouts)
         return rollouts
+
+    def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
+        """Decide whether a server uses the adapter, once its log-probabilities are nearer to one side by half.
+
+        Raises:
+            RolloutError: it does not, and its answers would stay the base's.
+        """
+        sampled, count = table.sampled_logps, table.num_targets.sum()
+        to_model, to_base = (float(np.abs(sampled - values).sum() / count) for values in (logps, base))
+        if 2 * to_base < to_model:
+            raise RolloutError(
+                f"The server ignores the adapter: its log-probabilities are {to_base:.2g} from the base's and "
+                f"{to_model:.2g} from the adapted model's. vLLM ignores adapters of some layers, as of some experts: "
+                "use a version that reads them, or train without (--lora_target_parameters). If --temperature is not "
+                "1, it needs --logprobs-mode processed_logprobs."
+            )
+        if 2 * to_model < to_base:
+            log.info("The server uses the adapter: it is %.2g from the model, %.2g from the base.", to_model, to_base)
+            self.next_check = None
 
     def _batch(self, answered: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
