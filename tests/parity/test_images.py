@@ -18,12 +18,10 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     Gemma3Processor,
-    Gemma4Processor,
     PreTrainedTokenizerFast,
     Qwen3VLProcessor,
 )
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.parity.test_multimodal import make_multimodal
@@ -52,13 +50,6 @@ class Qwen3VL(Qwen3VLProcessor):
         return None
 
 
-class Gemma4(Gemma4Processor):
-    """Without its part for video, which needs torchvision, and that for sound."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return None
-
-
 def qwen3_vl(folder: Path) -> Any:
     tokens = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>"}
     if not (folder / "preprocessor_config.json").exists():
@@ -77,6 +68,16 @@ def gemma3(folder: Path) -> Any:
 
 
 def gemma4(folder: Path) -> Any:
+    # Earlier releases of transformers cannot import these without torchvision.
+    from transformers import Gemma4Processor
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    class Gemma4(Gemma4Processor):
+        """Without its part for video, which needs torchvision, and that for sound."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None
+
     tokens = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
     sounds = {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
     images = Gemma4ImageProcessorPil(patch_size=14, pooling_kernel_size=2, max_soft_tokens=70)
