@@ -158,6 +158,9 @@ def _measure_all(parts: ModelParts, precision: Precision, described: Mapping[str
             raise _Measured
         return measured[kind][1]
 
+    # Rope whose frequencies depend on a row's length writes them to its module.
+    with_buffers = [module for module in parts.model.modules() if module._buffers]
+    before = [vars(module) | {"_buffers": module._buffers.copy()} for module in with_buffers]
     handle = parts.embedding.register_forward_hook(lambda module, args, output: output.to(dtype))
     try:
         for block in parts.blocks:
@@ -167,6 +170,9 @@ def _measure_all(parts: ModelParts, precision: Precision, described: Mapping[str
             parts.model.base_model(input_ids=input_ids, use_cache=False, **described)
     finally:
         handle.remove()
+        for module, state in zip(with_buffers, before, strict=True):
+            vars(module).clear()
+            vars(module).update(state)
         for block in parts.blocks:
             vars(block).pop("forward", None)
     return found
