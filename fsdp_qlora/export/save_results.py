@@ -202,13 +202,14 @@ def save_model(
     tensors = (*model.named_parameters(), *persistent_buffers(model))  # tied ones once
     gathered = [(canonical_name(name), tensor) for name, tensor in tensors if tensor.requires_grad or base is None]
     empty = {name: torch.empty(each.shape, dtype=_dtype_of(each, dtype), device="meta") for name, each in gathered}
-    sources = Counter(part for name, tensor in empty.items() for part in _as_stored(model, name, tensor))
+    stored = {name: _as_stored(model, name, tensor) for name, tensor in empty.items()}
+    counts = Counter(part for parts in stored.values() for part in parts)
     # A tensor of the files that fuses several parameters would need them all at once; transformers reads these too.
-    fused = [part for part, count in sources.items() if count > 1]
-    forms: dict[str, TensorForm] = {}
-    for name, tensor in empty.items():
-        stored = _as_stored(model, name, tensor, fused)
-        forms |= {part: TensorForm(value.dtype, tuple(value.shape)) for part, value in stored.items()}
+    fused = {name for name, parts in stored.items() if any(counts[part] > 1 for part in parts)}
+    stored |= {name: {name: empty[name]} for name in fused}
+    forms = {
+        part: TensorForm(value.dtype, tuple(value.shape)) for parts in stored.values() for part, value in parts.items()
+    }
     assert base is None or forms.keys() <= base.files.keys()
     kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
     result = _Writer(output_dir, is_rank_0=values.keeps)
@@ -220,7 +221,7 @@ def save_model(
             result.write(functools.partial(files.write, name, 0, original))
     for name, tensor in gathered:
         whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
-        for part, value in _as_stored(model, name, whole[name], fused).items() if result.writes else ():
+        for part, value in (whole if name in fused or not whole else _as_stored(model, name, whole[name])).items():
             result.write(functools.partial(files.write, part, 0, value))
     result.write(files.sync)
     result.check()
@@ -244,15 +245,11 @@ def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor, fused: Any = ()) -> dict[str, torch.Tensor]:
-    """A tensor under its published name; merged parameters of experts are split, as transformers does on saving.
-
-    fused: published names under which no parameter is saved alone.
-    """
-    stored = revert_weight_conversion(model, {name: tensor}) if expert_parameters(model) else {}
-    if not stored or stored.keys() & {*fused}:
+def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor under its published name; merged parameters of experts are split, as transformers does on saving."""
+    if not expert_parameters(model):
         return {name: tensor}
-    return {part: value.contiguous() for part, value in stored.items()}
+    return {part: value.contiguous() for part, value in revert_weight_conversion(model, {name: tensor}).items()}
 
 
 def _gather_all(
