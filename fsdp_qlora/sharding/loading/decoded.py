@@ -37,6 +37,11 @@ class StoredTensor(NamedTuple):
     shape: torch.Size
     start: int
 
+    def in_bytes(self) -> "StoredTensor":
+        """The tensor as its bytes, uint8 [.., bytes of the last dim]."""
+        *rows, columns = self.shape or (1,)
+        return self._replace(dtype=torch.uint8, shape=torch.Size([*rows, columns * self.dtype.itemsize]))
+
 
 class DecodedTensor:
     """A tensor that is decoded from tensors in the files, several units (elements, rows or experts) at a time.
@@ -98,16 +103,20 @@ def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tup
     return here, {name for name, own in names.items() if own is None}
 
 
-def find_packed(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """As `find_decoded`, for weights that are kept as they are: their codes and statistics as bytes."""
+def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
+    """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in `entries`."""
     names, unused = names_here(packed, entries)
     found: dict[str, DecodedTensor] = {}
     for name, source in names.items():
-        base = name.removesuffix(".scale").removesuffix(".global_scale")
-        if f"{base}.scale" in names:
-            is_scale = packed.quantizer == "fp8" and name != base  # which may have 8, 16 or 32 bits
-            found[name] = _Bytes(source, entries[source], torch.float32 if is_scale else None)
-    return found, unused | {source for name, source in names.items() if source != name}
+        base, entry = name.removesuffix(".scale").removesuffix(".global_scale"), entries[source]
+        if f"{base}.scale" not in names:
+            continue
+        if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:  # a scale of 8 or 16 bits
+            found[name] = _Float32Bytes(source, entry)
+            unused.add(source)
+        else:
+            entries[name] = entries.pop(source).in_bytes()
+    return found, unused
 
 
 class _RoundedDouble(DecodedTensor):
@@ -198,14 +207,12 @@ class _E2m1Tensor(DecodedTensor):
         return part.view(-1, self.shape[2], self.shape[1]).mT.contiguous() if self._transposes else part
 
 
-class _Bytes(DecodedTensor):
-    """The bytes of a tensor in a dtype (None for its own), [.., bytes of the last dim]."""
+class _Float32Bytes(DecodedTensor):
+    """The bytes of a tensor of floats as float32."""
 
-    def __init__(self, name: str, entry: StoredTensor, dtype: torch.dtype | None) -> None:
-        *rows, columns = entry.shape or (1,)
-        self._dtype = dtype or entry.dtype
-        size = self._dtype.itemsize
-        super().__init__([name], torch.Size([*rows, columns * size]), torch.uint8, unit=size)
+    def __init__(self, name: str, entry: StoredTensor) -> None:
+        shape = entry._replace(dtype=torch.float32).in_bytes().shape
+        super().__init__([name], shape, torch.uint8, unit=torch.float32.itemsize)
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        return read(self.parts[0], begin, end).to(self._dtype).view(torch.uint8)
+        return read(self.parts[0], begin, end).float().view(torch.uint8)

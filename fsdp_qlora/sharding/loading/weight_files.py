@@ -56,7 +56,7 @@ class WeightFiles:
     Args:
         stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
         packed: the format of tensors that are presented as bytes, under the names that quantized layers give them.
-        as_bytes: present every tensor as flat bytes, not only those of packed weights.
+        as_bytes: present every tensor as bytes, not only those of packed weights.
         file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
@@ -80,8 +80,7 @@ class WeightFiles:
         entries = _read_header(folder / file) if file else self._index()
         for name in entries if as_bytes else packed_tensors(entries):
             if name in entries:
-                size = entries[name].shape.numel() * entries[name].dtype.itemsize
-                entries[name] = entries[name]._replace(dtype=torch.uint8, shape=torch.Size([size]))
+                entries[name] = entries[name].in_bytes()
         self._entries = entries
         decoded, unknown = find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
