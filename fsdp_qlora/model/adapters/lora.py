@@ -21,7 +21,7 @@ from fsdp_qlora.distributed.shards import gather_rows
 from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
 from fsdp_qlora.model.architecture.fused import output_again, output_source
 from fsdp_qlora.model.architecture.kept import Kept
-from fsdp_qlora.model.quantizers.base import FrozenProduct, QuantizedExperts, frozen_product
+from fsdp_qlora.model.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.model.quantizers.routed import AdaptedExperts, is_transposed
 
 
@@ -233,12 +233,6 @@ class ExpertsLora(nn.Module):
         return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
 
 
-def _shape(experts: nn.Module, name: str) -> tuple[int, ...]:
-    """The shape of a parameter of an experts module, in which a quantized one may not be stored."""
-    parameter = getattr(experts, name)
-    return parameter.parameter_shape if isinstance(parameter, QuantizedExperts) else tuple(parameter.shape)
-
-
 class LoraExperts(nn.Module):
     """An experts module with adapters on its 3-D parameters `names`.
 
@@ -256,8 +250,11 @@ class LoraExperts(nn.Module):
         transposed = bool(getattr(base_layer, "is_transposed", False))
         self.swaps = transposed != is_transposed(base_layer)
         self.start: nn.ModuleDict | None = None
+        parameters = {name: getattr(base_layer, name) for name in names}
+        # A quantized one may be stored in another shape.
+        shapes = {name: getattr(each, "parameter_shape", each.shape) for name, each in parameters.items()}
         self.lora = nn.ModuleDict(
-            {name: ExpertsLora(_shape(base_layer, name), transposed=transposed, rank=rank) for name in names}
+            {name: ExpertsLora(shape, transposed=transposed, rank=rank) for name, shape in shapes.items()}
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ in the low bits: a sign, two bits of exponent and one of mantissa (OCP Microscal
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,8 @@ class E2m1Weight(QuantizedWeight):
 
     selects_rows = True
     statistics: tuple[str, ...] = ("scale",)
-    # Codes are looked up two at a time, and the values scaled: 10.5 bytes, of which 4 are an index of 32 bits. Scales
-    # add 0.9 to 1.1.
-    decoding_bytes = 11.47
+    # Codes are looked up two at a time, and the values scaled: 10.5 of `decoding_bytes`, 4 of them an index of 32 bits.
+    label: str
     group_size: int
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype) -> None:
@@ -107,6 +107,12 @@ class E2m1Weight(QuantizedWeight):
             "": StoredParameter("weight", TensorForm(torch.uint8, (groups, self.group_size // 2))),
             ".scale": StoredParameter("scale", TensorForm(torch.uint8, (groups,))),
         }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"format": self.label}
+
+    def describe_code(self) -> str:
+        return self.label
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:

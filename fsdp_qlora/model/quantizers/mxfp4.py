@@ -1,7 +1,5 @@
 """MXFP4: E2M1 codes in groups of 32 weights, whose scale is a power of two (E8M0; OCP Microscaling Formats 1.0)."""
 
-from typing import Any
-
 import torch
 
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
@@ -15,6 +13,8 @@ _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
 class Mxfp4Weight(E2m1Weight):
     """Weights in MXFP4. A scale's byte is the exponent of a float32, so that it is 2**(byte - 127)."""
 
+    label = "MXFP4"
+    decoding_bytes = 11.4
     group_size = 32
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
@@ -25,12 +25,6 @@ class Mxfp4Weight(E2m1Weight):
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         exponent = largest.view(torch.int32) + _ROUND_UP >> _MANTISSA
         return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
-
-    def code_settings(self) -> dict[str, Any]:
-        return {"format": "mxfp4"}
-
-    def describe_code(self) -> str:
-        return "MXFP4"
 
 
 class Mxfp4Linear(QuantizedLinear, Mxfp4Weight):

@@ -1,7 +1,6 @@
 """NVFP4: E2M1 codes in groups of 16 weights with a scale in FP8 (E4M3), and a float32 scale for the whole weight."""
 
 import math
-from typing import Any
 
 import torch
 
@@ -23,6 +22,8 @@ class Nvfp4Weight(E2m1Weight):
         multiplies: whether global scales are factors (modelopt) and not divisors (compressed-tensors).
     """
 
+    label = "NVFP4"
+    decoding_bytes = 11.6
     group_size = 16
     statistics = ("scale", "global_scale")
 
@@ -53,12 +54,6 @@ class Nvfp4Weight(E2m1Weight):
     def stored_parameters(self) -> dict[str, StoredParameter]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
         return {**super().stored_parameters(), ".global_scale": StoredParameter("global_scale", form)}
-
-    def code_settings(self) -> dict[str, Any]:
-        return {"format": "nvfp4"}
-
-    def describe_code(self) -> str:
-        return "NVFP4"
 
 
 class Nvfp4Linear(QuantizedLinear, Nvfp4Weight):
