@@ -130,16 +130,20 @@ class Choices(NamedTuple):
                 groups.append([])
             if end > start:
                 groups[-1].append(expert)
-        firsts = [0, *accumulate(map(len, groups))]
-        return [self._group(experts, first) for experts, first in zip(groups, firsts, strict=False) if experts]
+        groups, chosen = [experts for experts in groups if experts], None
+        if any(len(experts) <= experts[-1] - experts[0] for experts in groups):
+            # The device sorts experts with choices to the front, unread.
+            is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
+            chosen = is_idle.byte().sort(stable=True).indices
+        firsts = accumulate(map(len, groups), initial=0)
+        return [self._group(experts, first, chosen) for experts, first in zip(groups, firsts, strict=False)]
 
-    def _group(self, experts: list[int], first: int) -> Group:
-        """first: how many experts with choices there are before these."""
+    def _group(self, experts: list[int], first: int, chosen: torch.Tensor | None) -> Group:
+        """chosen: the experts with choices, and then the others. first: how many of them there are before these."""
         start = self.ends[experts[0] - 1] if experts[0] else 0
         where: slice | torch.Tensor = slice(experts[0], experts[-1] + 1)
-        if len(experts) <= experts[-1] - experts[0]:  # the device sorts those with choices to the front, unread
-            is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0
-            where = is_idle.byte().sort(stable=True).indices[first : first + len(experts)]
+        if chosen is not None and len(experts) <= experts[-1] - experts[0]:
+            where = chosen[first : first + len(experts)]
         ends = [self.ends[expert] - start for expert in experts]
         on_device = self.on_device[where] - start if len(experts) > 1 else self.on_device
         return Group(experts, where, slice(start, start + ends[-1]), ends, on_device)
