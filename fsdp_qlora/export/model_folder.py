@@ -119,11 +119,12 @@ def quantize_model(
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
-    if stored := take_packed(config, model_name):
-        log.info(stored.describe_decoding(quantizes=True))
-    weight_files = WeightFiles(folder, stored)
+    stored = take_packed(config, model_name)
     if stored and stored.quantizer == BITSANDBYTES:
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
+    if stored:
+        log.info(stored.describe_decoding(quantizes=True))
+    weight_files = WeightFiles(folder, stored)
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}

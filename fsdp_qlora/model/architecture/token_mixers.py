@@ -110,8 +110,7 @@ class ByDocument:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.documents:
             return self.layer_forward(hidden_states, *args, **kwargs)
-        context: ContextGroup | None = self.documents.get("context_group")
-        if context and context.size > 1:
+        if context := self.documents.get("context_group"):
             return self._forward_part(context, hidden_states, *args, **kwargs)
         lengths = self.documents["document_lengths"]
         has_shared, is_alone = "places" in self.documents, len(lengths) == 1
