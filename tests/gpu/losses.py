@@ -1,8 +1,12 @@
 """Losses of many cases, for the tests on a GPU and for the reference from the CPU."""
 
+import itertools
 import json
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tests.gpu.cases import COMMON, Case
@@ -25,19 +29,35 @@ def run_cases(
     *,
     ranks: int = 1,
     backend: str = "",
-    seconds: float = 900,
+    apart: bool = False,
 ) -> dict[str, Result]:
     """The losses of all cases, each with so many ranks on one card."""
     runs = {name: {**inputs(case.model), **COMMON, **case.options} for name, case in cases.items()}
-    failures = run_all(runs, folder, ranks=ranks, backend=backend, seconds=seconds)
+    # Imports take as long as ten of these runs: a process for each only where cores are many.
+    share = -(-len(runs) // max(1, len(os.sched_getaffinity(0)) // (4 * ranks)))
+    shares = [dict(itertools.islice(runs.items(), first, first + share)) for first in range(0, len(runs), share)]
+    with ThreadPoolExecutor(max(1, len(shares))) as pool:
+        run = partial(run_all, ranks=ranks, backend=backend, apart=apart)
+        folders = [folder / str(number) for number in range(len(shares))]
+        failures = {
+            name: (failure, part)
+            for part, found in zip(folders, pool.map(run, shares, folders), strict=True)
+            for name, failure in found.items()
+        }
     return {
-        name: Result(failure=failure) if failure else Result(read_metrics(output_of(folder, name)))
-        for name, failure in failures.items()
+        name: Result(failure=failure) if failure else Result(read_metrics(output_of(part, name)))
+        for name, (failure, part) in failures.items()
     }
 
 
 def run_all(
-    runs: Mapping[str, Mapping[str, object]], folder: Path, *, ranks: int = 1, backend: str = "", seconds: float = 900
+    runs: Mapping[str, Mapping[str, object]],
+    folder: Path,
+    *,
+    ranks: int = 1,
+    backend: str = "",
+    apart: bool = False,
+    seconds: float = 900,
 ) -> dict[str, str]:
     """Train with each run's options in as few processes as possible: a run that fails or takes longer ends its process,
     and the next takes the rest.
@@ -52,7 +72,7 @@ def run_all(
         file = folder / f"runs{len(left)}.json"
         file.write_text(json.dumps([{"port": _free_port(), "options": line} for line in lines]))
         program = ["-m", "tests.gpu.programs.many_runs", file, "--backend", backend]
-        with started(program, folder / f"logs{len(left)}", ranks=ranks) as process:
+        with started(program, folder / f"logs{len(left)}", ranks=ranks, apart=apart) as process:
             process.end_after(seconds)
             output = process.output()
         assert not backend or f"connected by {backend}" in output, output[-4000:]

@@ -15,10 +15,14 @@ from tests.tiny import ROOT, _free_port
 
 
 class Started:
-    """Ranks of one program, all on the first card, their output in files."""
+    """Ranks of one program, all on the first card, their output in files.
 
-    def __init__(self, arguments: Sequence[object], folder: Path, *, ranks: int = 1) -> None:
+    apart: NCCL refuses two ranks on one card of one host; with another name of the host for each, sockets join them.
+    """
+
+    def __init__(self, arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.apart = apart
         self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
         port = _free_port()
         self.processes = [self._start(arguments, folder, rank, ranks, port) for rank in range(ranks)]
@@ -31,6 +35,8 @@ class Started:
         if ranks > 1:
             own |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
             own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        if self.apart:
+            own |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
         environment["PYTHONPATH"] = os.pathsep.join(paths)
@@ -71,9 +77,9 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(arguments: Sequence[object], folder: Path, *, ranks: int = 1) -> Iterator[Started]:
+def started(arguments: Sequence[object], folder: Path, *, ranks: int = 1, apart: bool = False) -> Iterator[Started]:
     """Start a program; none of its processes outlives the block."""
-    program = Started(arguments, folder, ranks=ranks)
+    program = Started(arguments, folder, ranks=ranks, apart=apart)
     try:
         yield program
     finally:

@@ -134,9 +134,12 @@ def test_weights_quantized_on_a_gpu_have_the_codes_of_the_cpu(quant_type):
     found_codes, found_absmax = quantize_blocks(values.cuda(), quant_type)
     same(found_absmax, absmax)
     assert found_codes.shape == codes.shape
-    # A weight in the middle between two values may be rounded either way.
-    differ = (found_codes.cpu() != codes).float().mean().item()
-    holds(differ < 1e-3, f"{differ:.2%} of the bytes differ")
+    # A weight in the middle between two values may be rounded either way, and a small one to either zero of FP4.
+    blocks = (codes.view(-1, 32), absmax, 64, quant_type, (len(absmax), 64), torch.float32)
+    decoded = torch.ops.bitsandbytes.dequantize_4bit(*blocks)
+    found = torch.ops.bitsandbytes.dequantize_4bit(found_codes.cpu().view(-1, 32), *blocks[1:])
+    differ = (found != decoded).float().mean().item()
+    holds(differ < 1e-3, f"{differ:.2%} of the weights differ")
 
 
 @pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
@@ -207,4 +210,5 @@ def test_int8_products_beyond_fp16_are_those_of_the_cpu():
 def test_a_full_decomposition_is_that_of_the_cpu(shape):
     weight = _weight(shape)
     expected, found = pissa(weight, 8, 2.0), pissa(weight.cuda(), 8, 2.0)
-    same(found[1] @ found[0], expected[1] @ expected[0], tolerance=1e-5)  # a pair of vectors may change its sign
+    # A pair of vectors may change its sign; an H200 differs by 2e-5.
+    same(found[1] @ found[0], expected[1] @ expected[0], tolerance=1e-4)

@@ -47,6 +47,8 @@ CASES = {
     "ddp": _shared(sharding_strategy="ddp"),
 }
 
+BY_NCCL = ["bf16", "offloaded", "context", "experts", "shard_grad_op", "ddp"]
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
@@ -75,6 +77,13 @@ def results(request, inputs, tmp_path_factory):
     return run_cases(cases, inputs_of, tmp_path_factory.mktemp("runs"), ranks=2, backend=BACKEND)
 
 
+@pytest.fixture(scope="module")
+def results_by_nccl(inputs, tmp_path_factory):
+    """Of these cases, with the NCCL of a card; on the stand-in all cases are."""
+    cases = {name: CASES[name] for name in BY_NCCL}
+    return run_cases(cases, inputs, tmp_path_factory.mktemp("by_nccl"), ranks=2, apart=True)
+
+
 @pytest.mark.parametrize("how", [name for name in CASES if "images" not in name])
 def test_two_ranks_have_the_losses_of_one(how, results):
     case, result = CASES[how], results[how]
@@ -83,6 +92,15 @@ def test_two_ranks_have_the_losses_of_one(how, results):
     expected = read_reference()["losses"][case.same_as]
     assert len(result.losses) == len(expected)
     holds(result.losses == pytest.approx(expected, rel=case.tolerance), f"{result.losses}, one rank: {expected}")
+
+
+@pytest.mark.skipif(IS_STAND_IN, reason="the stand-in's NCCL joins the ranks of all other cases")
+@pytest.mark.parametrize("how", BY_NCCL)
+def test_two_ranks_joined_by_nccl_have_the_losses_of_one(how, results_by_nccl):
+    case, result = CASES[how], results_by_nccl[how]
+    if result.failure:
+        pytest.fail(result.failure, pytrace=False)
+    assert result.losses == pytest.approx(read_reference()["losses"][case.same_as], rel=case.tolerance)
 
 
 @pytest.mark.skipif(bool(WITHOUT_IMAGES), reason=WITHOUT_IMAGES)
@@ -95,18 +113,11 @@ def test_losses_of_images_are_those_of_fp32(how, results):
     holds(losses == pytest.approx(exact, rel=HALF) and 0 not in losses, f"{losses}, in fp32 {exact}")
 
 
-@pytest.mark.parametrize(
-    "apart",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.xfail(reason="NCCL does not promise it", strict=False)),
-    ],
-    ids=["gloo", "NCCL, as on two machines"],
-)
+@pytest.mark.parametrize("apart", [False, True], ids=["gloo", "NCCL"])
 def test_all_patterns_of_16_bits_survive_a_gather(apart, tmp_path):
-    way = ["--as_on_machines"] if apart else ["--backend", BACKEND]
-    with started(["-m", "tests.gpu.programs.patterns", *way], tmp_path, ranks=2) as program:
-        statuses, output = program.wait(60 if apart else 240), program.output()
+    way = [] if apart else ["--backend", BACKEND]
+    with started(["-m", "tests.gpu.programs.patterns", *way], tmp_path, ranks=2, apart=apart) as program:
+        statuses, output = program.wait(240), program.output()
     assert "words changed" in output, output[-4000:]
     holds(statuses == [0, 0], output[-4000:])
 

@@ -1,15 +1,13 @@
 """Every pattern of 16 bits, sharded over the ranks and gathered again.
 
-    python -m tests.gpu.programs.patterns [--backend gloo | --as_on_machines]
+    python -m tests.gpu.programs.patterns [--backend gloo]
 
 For each quantizer, 16-bit precision and placement a decoder block's packed parameters are filled with the numbers 0 to
-65,535 and gathered by FSDP2 as in training. Prints what comes back changed; exits with 1 if anything does. NCCL refuses
-two ranks on one card of one host: --as_on_machines gives each another name of its host, so that sockets join them.
+65,535 and gathered by FSDP2 as in training. Prints what comes back changed; exits with 1 if anything does.
 """
 
 import argparse
 import itertools
-import os
 import sys
 
 import torch
@@ -76,12 +74,8 @@ def changed(train_type: str, precision: str, strategy: str, offload: bool | int,
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="")
-    parser.add_argument("--as_on_machines", action="store_true")
     args = parser.parse_args(argv)
     ranks = read_ranks()
-    if args.as_on_machines:
-        own = {"NCCL_HOSTID": f"rank{ranks.rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        os.environ.update({**own, "NCCL_DEBUG": "WARN"})
     start_process_group(ranks, backend=args.backend)
     found = {}
     for train_type, precision, (strategy, offload) in itertools.product(QUANTIZERS, ("bf16", "fp16"), PLACEMENTS):
