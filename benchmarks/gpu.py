@@ -49,7 +49,8 @@ PARTS: dict[str, Part] = {
     "kernels": Part(60, ("tests/gpu/test_kernels.py",)),
     "speed": Part(125),
     "values": Part(115, ("tests/gpu/test_values.py",)),
-    "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses")),
+    "ranks": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses and not nccl")),
+    "nccl": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "losses and nccl")),
     "gathers": Part(115, ("tests/gpu/test_two_ranks.py", "-k", "patterns")),
     "resume": Part(115, ("tests/gpu/test_resume.py",)),
     "answers": Part(115, ("tests/gpu/test_answers.py",)),
@@ -57,12 +58,29 @@ PARTS: dict[str, Part] = {
     "decode": Part(60),
     "types": Part(130),
     "context": Part(85),
+    "batches": Part(60),
+    "formats": Part(60),
+    "experts": Part(60),
+    "whole": Part(150),
     "padding": Part(60),
 }
 # What is run in one go where a card is lent for minutes: most information first.
 SETS = {
-    "first": ["box", "kernels", "speed", "values", "ranks", "gathers", "resume", "answers", "offload", "decode"],
-    "second": ["types", "context"],
+    "first": [
+        "box",
+        "kernels",
+        "speed",
+        "values",
+        "ranks",
+        "nccl",
+        "gathers",
+        "resume",
+        "answers",
+        "offload",
+        "decode",
+    ],
+    "second": ["types", "formats", "experts", "context"],
+    "third": ["batches", "whole"],
 }
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights, build_run, describe_machine, is_stand_in
 from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure
@@ -89,10 +90,15 @@ def work_of(args: argparse.Namespace, ranks: Ranks, shape: str, batches: tuple[B
 
 
 def build(
-    work: Steps, ranks: Ranks, *, data: TokenizedRows | None = None, **options: Any
+    work: Steps,
+    ranks: Ranks,
+    *,
+    data: TokenizedRows | None = None,
+    config: PretrainedConfig | None = None,
+    **options: Any,
 ) -> tuple[Timed, list[np.ndarray]]:
-    """A model that is ready to train, and the rows of each batch. options: of train.py."""
-    config = make_config(work)
+    """A model that is ready to train, and the rows of each batch. config: not of `work`. options: of train.py."""
+    config = config or make_config(work)
     rows: list[np.ndarray] = []
     if data is None:
         data, rows = make_rows(work.batches, config.vocab_size)
@@ -461,9 +467,11 @@ def note(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def measure_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A part's results, from this process: what was noted before an error too."""
+    from benchmarks import gpu_models
+
     has_values = not is_stand_in() or os.environ.get("PHANTOM_VALUES") == "1"
     try:
-        found = MEASURES[name](args, read_ranks())
+        found = (MEASURES | gpu_models.MEASURES)[name](args, read_ranks())
     except Exception as error:  # whatever it is, the other parts go on
         found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         if args.one_part:

@@ -311,17 +311,24 @@ class Timed:
         return {"losses": losses, "grad_norms": norms, "step_seconds": seconds, "loss_falls": falls}
 
 
-def trace_step(train: Timed, rows: np.ndarray) -> list[dict[str, Any]]:
-    """One step under the profiler: the ten operations that took most time, on the GPU or else on the CPU."""
+def trace_step(train: Timed, rows: np.ndarray, *, longest: int = 40) -> dict[str, Any]:
+    """One step under the profiler: the operations that took most time, on the GPU and on the host."""
     on_gpu = train.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         train.one(rows, is_measured=False)
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, name), reverse=True)
-    return [
-        {"name": event.key[:100], "calls": event.count, "milliseconds": getattr(event, name) / 1e3}
-        for event in events[:10]
-    ]
+    averages, found = profiler.key_averages(), dict[str, Any]()
+    for place, name in (("gpu", "self_device_time_total"), ("host", "self_cpu_time_total")):
+        if place == "host" or on_gpu:
+            events = sorted(averages, key=lambda event: getattr(event, name), reverse=True)
+            # Of the GPU's time its kernels have theirs, and the operators that launched them have it once more.
+            found[place] = {
+                "milliseconds": sum(getattr(event, name) for event in events) / 1e3,
+                "longest": [
+                    {"name": event.key[:100], "calls": event.count, "milliseconds": getattr(event, name) / 1e3}
+                    for event in events[:longest]
+                ],
+            }
+    return found
 
 
 def speed(run: Run, config: LlamaConfig, batch: Batch, seconds: list[float], device: torch.device) -> dict[str, Any]:

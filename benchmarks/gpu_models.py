@@ -1,0 +1,124 @@
+"""More measured parts of gpu.py: larger micro-batches, the formats of quantized bases, experts, and a whole 70B."""
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from benchmarks.gpu_parts import at_least, build, note, process_group, ratio_of, release, reset_peak, row, work_of
+from benchmarks.gpu_steps import Batch, measure
+from benchmarks.one_rank import limit_memory
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.quantizers.routed import loops_over_experts
+
+# The blocks of Qwen3-30B-A3B.
+_MIXTURE = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+}  # fmt: skip
+_TINY_MIXTURE = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+def measure_batches(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """The whole 8B on larger micro-batches: from how many tokens on the GPU and not the host decides."""
+    work = work_of(args, ranks, "8b", (Batch(8, 2048), Batch(16, 2048), Batch(1, 2048)), layers=args.layers)
+    with process_group(ranks):
+        found, train = measure(work, ranks)
+        del train
+    speeds = {name: batch.get("tokens_per_second", float("nan")) for name, batch in found["batches"].items()}
+    found["rows"] = [row("micro-batches, 8B, recompute all", "tokens/s", speeds)]
+    return found
+
+
+def measure_formats(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """A step of the whole 8B with a base in each of the formats in which models are published, beside its plan."""
+    work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=args.layers)
+    found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}
+    speeds: dict[str, float] = {}
+    with process_group(ranks):
+        for kind in ("nf4", "mxfp4", "nvfp4", "fp8"):
+            started = time.perf_counter()
+            train, [step_rows] = build(work, ranks, quant_type=kind)
+            found["load_seconds"][kind] = time.perf_counter() - started
+            steps = train.steps(step_rows)
+            found["losses"][kind] = steps["losses"]
+            tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
+            speeds[kind] = tokens / statistics.median(steps["step_seconds"])
+            found["planned"] |= {f"{kind}, {name}": each for name, each in train.planned.items()}
+            found["rows"] = [row(f"formats, 8B, {work.batches[0]}", "tokens/s", speeds)]
+            note(args, found)  # for the case that time runs out
+            del train
+            release(ranks.device)
+    return found
+
+
+def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """12 of 48 blocks of Qwen3-30B-A3B: experts in groups, by torch's grouped kernel where it is, and one by one."""
+    layers = 2 if args.tiny else args.layers or 12
+    sizes = _MIXTURE | (_TINY_MIXTURE if args.tiny else {}) | {"num_hidden_layers": layers}
+    config = AutoConfig.for_model("qwen3_moe", **sizes)
+    work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=layers)
+    speeds: dict[str, float] = {}
+    found: dict[str, Any] = {"planned": {}, "losses": {}}
+    with process_group(ranks):
+        for kind in ("nf4", "mxfp4"):
+            train, [step_rows] = build(work, ranks, config=config, quant_type=kind)
+            tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
+            for way in ("in groups", "one by one"):
+                if way == "one by one":
+                    for module in filter(loops_over_experts, train.run.trainer.model.modules()):
+                        vars(module)["group_bytes"] = 0
+                steps = train.steps(step_rows)
+                found["losses"][f"{kind}, {way}"] = steps["losses"]
+                speeds[f"{kind}, {way}"] = tokens / statistics.median(steps["step_seconds"])
+            found["planned"] |= {f"{kind}, {name}": each for name, each in train.planned.items()}
+            item = f"experts, {layers} blocks of 30B-A3B, {work.batches[0]}"
+            found["rows"] = [row(item, "tokens/s", speeds, ratio=ratio_of(speeds, "nf4, in groups", "nf4, one by one"))]
+            note(args, found)  # for the case that time runs out
+            del train
+            release(ranks.device)
+    return found
+
+
+def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """The whole 70B on one card: all but the adapters in host memory under that of a smaller card, then resident under
+    that of two."""
+    work = work_of(args, ranks, "70b", (Batch(1, 2048),), layers=args.layers, steps=2)
+    found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}
+    speeds: dict[str, float] = {}
+    with process_group(ranks):
+        for name, offload, gib in (("offloaded", True, args.memory_gib), ("resident", False, 2 * args.memory_gib)):
+            limit_memory(gib)
+            reset_peak(ranks.device)
+            started = time.perf_counter()
+            with contextlib.suppress(torch.OutOfMemoryError):
+                train, [step_rows] = build(dataclasses.replace(work), ranks, use_cpu_offload=offload)
+                found["load_seconds"][name] = time.perf_counter() - started
+                steps = train.steps(step_rows)
+                found["losses"][name] = steps["losses"]
+                speeds[name] = work.batches[0].length / statistics.median(steps["step_seconds"])
+                found["planned"] |= {f"{name}, {each}": figures for each, figures in train.planned.items()}
+                del train
+            aim, fits = f"fits in {gib:g} GiB", at_least(speeds.get(name, 0.0) > 0, 1.0)
+            one = {name: speeds.get(name, float("nan"))}
+            found.setdefault("rows", []).append(row("the whole 70B", "tokens/s", one, aim=aim, holds=fits))
+            note(args, found)  # for the case that time runs out
+            release(ranks.device)
+    return found
+
+
+MEASURES = {
+    "batches": measure_batches,
+    "formats": measure_formats,
+    "experts": measure_experts,
+    "whole": measure_whole,
+}
