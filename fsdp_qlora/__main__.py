@@ -54,7 +54,6 @@ COMMANDS = {
     "expand": Command("insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options),
     "cache": Command("list and prune the cache of quantized weights", tools.cache, tools.cache_options),
     "configs": Command("list the settings that come with the program", tools.configs, tools.configs_options),
-    "convert": Command("convert a config of another trainer", tools.convert_config, tools.convert_options),
     "completion": Command("print a line that completes words in bash and zsh", tools.completion, lambda parser: None),
     "env": Command("print facts for a bug report", tools.env, lambda parser: None),
     "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),

@@ -1,11 +1,10 @@
-"""Commands of a few lines, most of which need no model: report, cache, configs, convert, completion, env and doctor."""
+"""Commands of a few lines, most of which need no model: report, cache, configs, completion, env and doctor."""
 
 import argparse
 import json
 import time
 from pathlib import Path
 
-from fsdp_qlora.config import convert
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.run.machine import check_machine
@@ -75,17 +74,6 @@ def configs(args: argparse.Namespace) -> None:
         print(paths[args.name].read_text(encoding="utf-8"), end="")
     else:
         raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(paths)}.")
-
-
-def convert_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="THEIRS.yaml", help="config of axolotl, LLaMA-Factory, TRL or torchtune")
-
-
-def convert_config(args: argparse.Namespace) -> None:
-    """Print the config of another trainer as a file for --config. Options without an equivalent become comments, with a
-    reason. fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
-    """
-    print(convert.convert(Path(args.config).expanduser()), end="")
 
 
 def completion(args: argparse.Namespace) -> None:

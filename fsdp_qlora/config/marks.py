@@ -24,7 +24,6 @@ PER_NODE = Mark("may differ between the nodes of a run")
 """Paths, and how each node was started."""
 OF_RESULT = Mark("describes the model or its rows", is_of_result=True)
 OF_ADAPTER = Mark("is for train types with an adapter", is_of_result=True)
-OF_USER = Mark("runs code, or says what is written or sent where: `convert` leaves it to the user")
 
 
 def of_quantizer(name: str | None) -> Mark:

@@ -17,7 +17,6 @@ from fsdp_qlora.config.marks import (
     NOT_NEGATIVE,
     OF_ADAPTER,
     OF_RESULT,
-    OF_USER,
     ONE_OR_TWO,
     PER_NODE,
     POSITIVE,
@@ -66,7 +65,7 @@ class TrainConfig:
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
     """Attention kernels; auto uses PyTorch's flash kernel or flash-attn on Ampere and newer GPUs, else SDPA, or eager
     for models that do not support SDPA."""
-    trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
+    trust_remote_code: Annotated[bool, MAY_DIFFER] = False
     """Run Python code from the model's files, with your permissions. Models that transformers does not know need it;
     read that code first."""
     quant_type: Annotated[Literal["auto", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"], of_quantizer("bnb_4bit")] = "auto"
@@ -88,7 +87,7 @@ class TrainConfig:
     allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
     """Train although less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
     count); the others take their full memory."""
-    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "auto"
+    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
     """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for later starts; auto is
     quantized/ in FSDP_QLORA_CACHE or in the user's cache folder, off disables the cache."""
 
@@ -235,7 +234,7 @@ class TrainConfig:
     tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."""
 
     # == rewards ==
-    rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE, OF_USER] = ()
+    rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
     """Functions that score the completions in grpo; their rewards are added up. Each is FILE.py:function or the name of
     a built-in one, with =WEIGHT if that is not 1, such as exact_match,style.py:is_short=0.5."""
     num_generations: Annotated[int, at_least(2)] = 8
@@ -252,7 +251,7 @@ class TrainConfig:
     0.2,0.28, the second one is for increases (TRL's epsilon_high)."""
     num_iterations: Annotated[int, at_least(1)] = 1
     """Optimizer steps on the same completions."""
-    rollout_url: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
+    rollout_url: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Server that completes the prompts, such as http://host:8000: vLLM, or another with OpenAI's completions API that
     loads LoRA adapters at run time. The difference between its probabilities and the trainer's is corrected (truncated
     importance sampling). By default the model in training generates them itself."""
@@ -289,7 +288,7 @@ class TrainConfig:
     as the longest rows need, and multiplies gradient_accumulation_steps by it."""
 
     # == output ==
-    output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "output"
+    output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "output"
     """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
     save_model: Annotated[bool, MAY_DIFFER] = True
     """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off to measure speed only."""
@@ -298,11 +297,11 @@ class TrainConfig:
     is always saved at the end, at a stop, and after each evaluation that is the best so far; none saves no more."""
     save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
     """Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."""
-    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
+    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Copy of each checkpoint elsewhere: a folder on another disk or machine, a URL (s3://, gcs://, az://, sftp://),
     hf:OWNER/NAME (a private repository; hf:OWNER/NAME:public allows a public one), or rclone:REMOTE:PATH. An empty
     output_dir, as on a new machine, is filled from it."""
-    push_to_hub: Annotated[str | None, MAY_DIFFER, OF_USER] = None
+    push_to_hub: Annotated[str | None, MAY_DIFFER] = None
     """Repository on the Hugging Face hub, OWNER/NAME, to upload the result to at the end of the run or of its budget. A
     new one is private, and a public one is refused, unless :public follows the name. output_dir has the result even if
     the upload fails."""
@@ -315,7 +314,7 @@ class TrainConfig:
     runs that belong together) and entity (the owner). Only jsonl leaves the terminal silent."""
     eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Optimizer steps between two evaluations; 0 evaluates only before and after training."""
-    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER, OF_USER] = ()
+    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER] = ()
     """Tasks of lm-eval, by name or as YAML files, to measure the sharded model on at each evaluation."""
     sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """File of prompts, .jsonl or one in each line, to answer at each evaluation; samples.jsonl has the answers."""

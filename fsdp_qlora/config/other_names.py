@@ -193,17 +193,17 @@ class Advice(NamedTuple):
     reason: str = ""
 
 
-def advise(name: str, value: str = "", *, older: bool = False) -> Advice | None:
+def advise(name: str, value: str = "") -> Advice | None:
     """Find the option here that another program's option is; None if it is not known.
 
     Args:
-        value: as it is given there; "" if it is given without one. older: the option may be one of OLDER.
+        value: as it is given there; "" if it is given without one.
     """
     if name in _NOT_HERE:
         return Advice(reason=_NOT_HERE[name])
     option = OTHER_NAMES.get(name, name if name in OLDER else "")
     here = _VALUES_OF.get(name, {}).get((value or "true").lower())
-    if option in OLDER and not older:
+    if option in OLDER:
         if OLDER[option].reason:
             return Advice(reason=OLDER[option].reason)
         with contextlib.suppress(ValueError):

@@ -144,16 +144,13 @@ def find_config(name: str) -> Path:
     return path if is_users else shipped_configs().get(name, path)
 
 
-def read_options(path: Path, name: str, *, may_be_pipe: bool = False) -> str:
+def read_options(path: Path, name: str) -> str:
     """The text of a file of options, which may be a stranger's; `name` is what a message calls it.
 
-    Args:
-        may_be_pipe: take one that the shell has opened too, as in `<(curl ...)`.
     Raises:
         OSError, UnicodeDecodeError, UserError: it cannot be read, might never end, or is too large.
     """
-    is_pipe = may_be_pipe and path.resolve().name.startswith("pipe:[")
-    with path.open("rb") if is_pipe else open_named(path) as file:
+    with open_named(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise UserError(f"{name} has more than {_MOST_BYTES:,} bytes, and options are a few lines.")
