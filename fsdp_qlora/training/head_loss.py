@@ -19,6 +19,14 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
+from fsdp_qlora.training.divergence import (
+    Teacher,
+    Vocabulary,
+    WholeVocabulary,
+    from_distribution,
+    from_likeliest,
+    likeliest,
+)
 
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for
 # matrix products at full speed.
@@ -36,8 +44,10 @@ _ENTROPY_PARTS = 16
 # ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
 # reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
 # (sharding/recompute.py); "entropy" puts another row behind the first, the entropy of the policy, without gradient.
+# With a Teacher, whose hidden states may follow the student's, the rows are the divergence from it, the agreement with
+# it, without gradient, and the loss if that is wanted.
 HeadLoss = Callable[..., Tensor]
-Reduction = Literal["sum", "none", "entropy"]
+Reduction = Literal["sum", "none", "entropy"] | Teacher
 
 
 class LogitForm(NamedTuple):
@@ -88,18 +98,23 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     head = model.get_output_embeddings()
     shared = shared_head_of(model)
 
-    def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: str = "sum") -> Tensor:
+    def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: Reduction = "sum") -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
         if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
         policy, *reference = hidden.split(len(targets))
+        if isinstance(reduction, Teacher) and reference:
+            reduction = reduction._replace(hidden=reference.pop().detach())
         losses = [chunked_loss(policy, weight, bias, targets, form, shared, reduction=reduction)]
         losses += [chunked_loss(x.detach(), weight, bias, targets, form, shared, reduction="none") for x in reference]
+        if isinstance(reduction, Teacher) and reduction.with_nll:
+            plain = form._replace(temperature=1.0)
+            losses.append(chunked_loss(policy, weight, bias, targets, plain, shared, reduction="none"))
         return torch.cat([part.view(-1, len(targets)) for part in losses])
 
     def loss_of_tokens(
-        self: PreTrainedModel, inputs: Mapping[str, Any], rows: Tensor, targets: Tensor, *, reduction: str = "sum"
+        self: PreTrainedModel, inputs: Mapping[str, Any], rows: Tensor, targets: Tensor, *, reduction: Reduction = "sum"
     ) -> Tensor:
         hidden = self.base_model(**inputs, use_cache=False)[0]
         rows = _rows_of(rows, inputs, copies=len(hidden) // len(inputs["input_ids"]))
@@ -129,7 +144,7 @@ def chunked_loss(
     form: LogitForm,
     shared: SharedHead | None = None,
     *,
-    reduction: str = "sum",
+    reduction: Reduction = "sum",
 ) -> Tensor:
     """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
 
@@ -139,10 +154,11 @@ def chunked_loss(
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
         reduction: "none" gives each token's, [N], instead of the sum; of a frozen head. "entropy" gives those
-            and, without gradient, the entropies of the whole distributions, [2, N].
+            and, without gradient, the entropies of the whole distributions, [2, N]; a teacher the divergence from it
+            and, without gradient, the agreement with it, [2, N]. A head that trains has the gradient of the sum alone.
     """
-    vocabulary = shared or WholeVocabulary(len(weight))
-    request = _Request(form, vocabulary, [] if reduction == "entropy" else None)
+    vocabulary, teacher = shared or WholeVocabulary(len(weight)), reduction if isinstance(reduction, Teacher) else None
+    request = _Request(form, vocabulary, None if reduction in ("sum", "none") else [], teacher)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
@@ -152,38 +168,27 @@ def chunked_loss(
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
     if reduction != "sum":
-        assert not weight.requires_grad, "the gradient of a head that trains is that of the sum"
-        return losses if request.entropies is None else torch.stack([losses, torch.cat(request.entropies)])
+        assert teacher or not weight.requires_grad, "the gradient of a head that trains is that of the sum"
+        return losses if request.measured is None else torch.stack([losses, torch.cat(request.measured)])
     chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
     return torch.stack([chunk.sum() for chunk in chunks]).sum()
 
 
-class WholeVocabulary:
-    """Stands in for `SharedHead` where a rank has the whole head: there is nothing to exchange."""
-
-    first = 0
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-
-    def all_gather(self, values: Tensor) -> Tensor:
-        return values
-
-    local_chunk = largest = summed = all_gather
-
-    def reduce_scatter_grad(self, grad: Tensor, weight: Tensor, own: Tensor) -> None:
-        torch.mm(grad, weight, out=own)
-
-
-Vocabulary = SharedHead | WholeVocabulary
-
-
 class _Request(NamedTuple):
-    """How the losses of tokens are computed. entropies: gets those of each chunk's tokens, if it is a list."""
+    """How the losses of tokens are computed.
+
+    measured: if it is a list, it gets the entropies of each chunk's tokens, or their agreements with the teacher.
+    """
 
     form: LogitForm
     vocabulary: Vocabulary
-    entropies: list[Tensor] | None
+    measured: list[Tensor] | None
+    teacher: Teacher | None
+
+    def tokens_at_a_time(self, dtype: torch.dtype) -> int:
+        """As the function; a teacher's hidden states become logits too."""
+        beside = self.teacher is not None and self.teacher.hidden is not None
+        return tokens_at_a_time((1 + beside) * self.vocabulary.vocabulary, dtype)
 
 
 class _Gradients(NamedTuple):
@@ -247,7 +252,7 @@ def _losses_of_chunks(
     vocabulary = request.vocabulary
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
-    step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
+    step = request.tokens_at_a_time(hidden.dtype)
     # Each chunk has collectives, so ranks that share a head must have equally many of them: `MicroBatch.beside` adds
     # targets that count nothing.
     for start in range(0, len(hidden), step):
@@ -255,7 +260,14 @@ def _losses_of_chunks(
         inputs = vocabulary.all_gather(hidden[part])
         outputs = F.linear(inputs, weight, bias)
         scale = gradients.scale if gradients.any else None
-        loss, grad = _loss_of_chunk(outputs, vocabulary.all_gather(targets[part]), scale, request)
+        of_ranks = vocabulary.all_gather(targets[part])
+        if request.teacher is None:
+            loss, grad = _loss_of_chunk(outputs, of_ranks, scale, request)
+        else:
+            teacher = request.teacher.part(part, vocabulary)
+            others = None if teacher.hidden is None else F.linear(teacher.hidden.to(hidden.dtype), weight, bias)
+            loss, grad = _divergence_of_chunk(outputs, others, of_ranks, scale, request._replace(teacher=teacher))
+            del others
         losses.append(loss)
         if grad is not None:
             gradients.add(part, grad, inputs, weight, vocabulary)
@@ -271,7 +283,7 @@ def _loss_of_chunk(
     Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
     those of this rank's rows for all ranks' tokens, and the losses are those of its own tokens.
     """
-    form, vocabulary, entropies = request
+    form, vocabulary, entropies, _ = request
     is_learned = targets != -100
     rows = torch.arange(len(targets), device=targets.device)
     targets = targets - vocabulary.first
@@ -304,6 +316,41 @@ def _loss_of_chunk(
     grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)
     grad[rows, targets] = torch.where(is_here, grad_of_target.to(grad.dtype), grad[rows, targets])
     return loss, grad
+
+
+def _divergence_of_chunk(
+    outputs: Tensor, others: Tensor | None, targets: Tensor, scale: float | None, request: _Request
+) -> tuple[Tensor, Tensor | None]:
+    """As `_loss_of_chunk`, of the divergence from the teacher. others: the head's outputs for it, if it has these."""
+    form, vocabulary, measured, teacher = request
+    assert teacher is not None and measured is not None
+    is_learned, logits = targets != -100, form.logits(outputs)
+    slope = form.slope(logits) if scale is not None else 1.0
+    if others is not None:
+        found = from_distribution(logits, form.logits(others), teacher.beta, vocabulary)
+    else:
+        assert teacher.ids is not None and teacher.logps is not None
+        # A token without a target has no teacher: any ids will do, each once.
+        ids = torch.where(is_learned[:, None], teacher.ids, torch.arange(teacher.ids.shape[1], device=outputs.device))
+        found = from_likeliest(logits, ids, teacher.logps, teacher.beta, vocabulary)
+    divergence, agreement, gradient = found
+    measured.append(vocabulary.local_chunk(agreement * is_learned))
+    loss = vocabulary.local_chunk(torch.where(is_learned, divergence, 0.0))
+    if scale is None:
+        return loss, None
+    return loss, torch.mul(gradient.mul_(slope), (is_learned * scale)[:, None], out=outputs)
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, k: int, vocabulary: Vocabulary
+) -> Tensor:
+    """The k likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
+    dtype, parts = weight.dtype, []
+    for chunk in hidden.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
+        logits = form.logits(F.linear(vocabulary.all_gather(chunk), weight, bias))
+        parts.append(vocabulary.local_chunk(likeliest(logits, k, vocabulary)))
+    return torch.cat(parts).T
 
 
 # --- of whole logits ---
