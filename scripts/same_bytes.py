@@ -39,8 +39,7 @@ OPTIONS = {
     "lr": 1e-3,
     "eval_fraction": 0.1,
     "eval_steps": 3,
-    "save_steps": SAVE_STEPS,
-    "save_minutes": 0,
+    "save_every": SAVE_STEPS,
     "log_to": "stdout",
     "quant_cache": "off",
 }

@@ -29,7 +29,6 @@ from fsdp_qlora.config.text import (
     read_options,
     resolved_options,
     shipped_configs,
-    stored_values,
     switch,
     type_text,
     value_text,
@@ -40,7 +39,6 @@ from fsdp_qlora.utils.text import cut
 _HINTS = option_types()
 _KNOWN = (*_HINTS, *OLDER)
 _MOST_ERRORS = 20  # of a file
-_OF_RESULTS = (*RESULT_OPTIONS, *(name for name, row in OLDER.items() if row.option in RESULT_OPTIONS))
 # How an option is written, alone and with a value.
 _AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
 
@@ -104,19 +102,17 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
     if isinstance(result, Path):
         settings = _read_yaml(result, errors, is_result=True)
     else:
-        settings = settings_of({name: value for name, value in (result or {}).items() if name in _OF_RESULTS}, "its ")
-    settings = [setting for setting in translate(settings, errors, []) if setting.name in RESULT_OPTIONS]
+        told = result or {}
+        settings = settings_of({name: told[name] for name in RESULT_OPTIONS if name in told}, "its ")
     # A template's name, or else a file of this machine.
     return [setting for setting in settings if setting.name != "prompt_template" or setting.text.isidentifier()]
 
 
 def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored options of a run, which an earlier version may have written, by their names and types of now.
-
-    An option that the version did not have is at its default.
+    """The stored options of a run, which an earlier version may have written: an option that it did not have is at its
+    default.
     """
-    now = _convert(translate(settings_of(stored), [], []), [])
-    return {**resolved_options(DEFAULTS), **stored, **stored_values(now)}
+    return {**resolved_options(DEFAULTS), **stored}
 
 
 def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]:
@@ -249,7 +245,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
-        if is_result and name not in _OF_RESULTS:
+        if is_result and name not in RESULT_OPTIONS:
             continue
         if name not in _KNOWN:
             errors.append(f'{where}: unknown key "{name}"{_advice(name, _AS_KEY, "".join((words or [])[:1]))}')

@@ -1,20 +1,18 @@
 """Names of options that are not ours now.
 
-Names of the 2024 program and of earlier releases are read as what they mean now. Names of other trainers are answered
-with the name here; other_programs.yaml has the rows.
+Names of the 2024 program are read as what they mean now. Names of other trainers are answered with the name here;
+other_programs.yaml has the rows.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 import yaml
 
-from fsdp_qlora.config.marks import REPLACE
 from fsdp_qlora.config.options import DEFAULTS, option_types
-from fsdp_qlora.config.text import SWITCH, parse_number, switch, value_text
-from fsdp_qlora.utils.files import PUBLIC
+from fsdp_qlora.config.text import SWITCH, value_text
 
 _HINTS = option_types()
 
@@ -35,30 +33,28 @@ class Setting(NamedTuple):
 
 
 class Older(NamedTuple):
-    """The meaning of an older option now.
+    """The meaning of an option of the 2024 program now.
 
     option: its name now, "" if there is none, for the reason. words: value then -> value now, "" for the default.
-    prefix: comes before the value now. write: returns the value now, or several options with theirs, from the value
-    then and the texts of all options. unset: values that were the default, of which nothing is said.
+    prefix: comes before the value now. wins: over the option's own name, if that is given too. unset: values that were
+    the default, of which nothing is said.
     """
 
     option: str = ""
     words: Mapping[str, str] = {}
     prefix: str = ""
-    write: Callable[[str, Mapping[str, str]], str | dict[str, str]] | None = None
+    wins: bool = False
     reason: str = ""
     unset: tuple[str, ...] = ("none",)
 
-    def now(self, text: str, options: Mapping[str, str] = {}) -> dict[str, str]:
-        """The options now. Raises ValueError if the older option does not have this value."""
-        if self.write:
-            return value if isinstance(value := self.write(text, options), dict) else {self.option: value}
+    def now(self, text: str) -> str:
+        """The value now. Raises ValueError if the older option does not have this value."""
         if not self.words:
-            return {self.option: self.prefix + (text.replace(",", " ") if self.prefix else text)}
+            return self.prefix + (text.replace(",", " ") if self.prefix else text)
         word = str(SWITCH.get(text.lower(), text)).lower()
         if word not in self.words:
             raise ValueError(f"expected {' or '.join(self.words)}, got {text!r}")
-        return {self.option: self.words[word]}
+        return self.words[word]
 
 
 def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) -> list[Setting]:
@@ -76,21 +72,20 @@ def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) 
             notes.append(f"--{name} is no longer needed: {row.reason}.")
             continue
         try:
-            now = row.now(setting.text, {other: one.text for other, one in (older | options).items()})
+            option, value = row.option, row.now(setting.text)
         except ValueError as error:
             errors.append(f"{setting.where}: {error}.")
             continue
-        for option, value in now.items():
-            before = options.get(option)
-            if not value or (before and _is_in_file(setting) and not _is_in_file(before)):
-                continue
-            adds = get_origin(_HINTS[option]) is tuple and not row.write
-            is_free = not before or before.text in ("", value_text(getattr(DEFAULTS, option)))
-            if before and _is_in_file(before) == _is_in_file(setting) and not (adds or row.write or is_free):
-                errors.append(f"{setting.where} is the older name of {option}, which is given too. Give one.")
-            notes.append(f"--{name} is now --{option} {value}.")
-            values = [before.text, value] if before and before.text and adds else [value]
-            options[option] = Setting(f"{setting.where}, now {option}", option, values)
+        before = options.get(option)
+        if not value or (before and _is_in_file(setting) and not _is_in_file(before)):
+            continue
+        adds = get_origin(_HINTS[option]) is tuple
+        is_free = not before or before.text in ("", value_text(getattr(DEFAULTS, option)))
+        if before and _is_in_file(before) == _is_in_file(setting) and not (adds or row.wins or is_free):
+            errors.append(f"{setting.where} is the older name of {option}, which is given too. Give one.")
+        notes.append(f"--{name} is now --{option} {value}.")
+        values = [before.text, value] if before and before.text and adds else [value]
+        options[option] = Setting(f"{setting.where}, now {option}", option, values)
     # Without steps to record, the other words of a profile did nothing.
     profile = options.get("profile")
     if profile and ", now " in profile.where and ":" not in profile.text:
@@ -108,59 +103,18 @@ def is_older(setting: Setting) -> bool:
     return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
 
 
-def _save_every(value: str, options: Mapping[str, str]) -> str:
-    steps = parse_number(int, options.get("save_steps", "0"))
-    minutes = parse_number(float, options.get("save_minutes", "15"))
-    words = [str(steps)] * (steps != 0) + [f"{minutes:g}m"] * (minutes != 0)
-    return ",".join(words) or "none"
-
-
-def _kto_weights(value: str, options: Mapping[str, str]) -> str:
-    return f"{options.get('desirable_weight', '1')},{options.get('undesirable_weight', '1')}"
-
-
-def _public(value: str, options: Mapping[str, str]) -> dict[str, str]:
-    names = {"push_to_hub": options.get("push_to_hub", "none"), "mirror": options.get("mirror", "none")}
-    is_on_hub = {"push_to_hub": names["push_to_hub"] != "none", "mirror": names["mirror"].startswith("hf:")}
-    public = {option: name + PUBLIC for option, name in names.items() if is_on_hub[option]}
-    if switch(value) and not public:
-        raise ValueError("it says how --push_to_hub uploads: give that too")
-    return public if switch(value) else {}
-
-
-def _streaming(value: str, options: Mapping[str, str]) -> str:
-    if options.get("streaming", "false").lower() == "false":
-        raise ValueError("it is for --streaming true; otherwise all rows are shuffled together")
-    return value
-
-
 # In this order: of two that mean the same option, the later one sees the earlier one's value.
 OLDER: dict[str, Older] = {
-    "loading_buffer_mib": Older(reason="FSDP_QLORA_LOADING_BUFFER_MIB in the environment sets it", unset=("128",)),
     "use_gradient_checkpointing": Older("recompute", {"true": "all", "false": "none"}),
-    "use_activation_cpu_offload": Older("recompute", write=lambda value, options: "offload" if switch(value) else ""),
+    "use_activation_cpu_offload": Older("recompute", {"true": "offload", "false": ""}, wins=True),
     "world_size": Older("nproc_per_node", unset=("none", "-1")),
-    "llama_pro_path": Older("model_name", write=lambda value, options: value),
+    "llama_pro_path": Older("model_name", wins=True),
     "warmup_steps": Older("warmup", unset=("none", "-1")),
     "apply_gradient_clipping": Older("grad_norm", {"true": "", "false": "0"}),
-    "shuffle_buffer": Older("streaming", write=_streaming, unset=("none", "10000")),
-    "desirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
-    "undesirable_weight": Older("kto_weights", write=_kto_weights, unset=("none", "1", "1.0")),
-    "epsilon_high": Older("epsilon", write=lambda value, options: f"{options.get('epsilon', '0.2')},{value}"),
-    "correct_mismatch": Older(reason="with --rollout_url the mismatch is always corrected", unset=("none", "false")),
-    "reward_timeout": Older(reason="hang_minutes limits a reward function", unset=("none", "60", "60.0")),
-    "save_steps": Older("save_every", write=_save_every, unset=("none", "0")),
-    "save_minutes": Older("save_every", write=_save_every, unset=("none", "15", "15.0")),
-    "overwrite_output_dir": Older(
-        "resume", write=lambda value, options: options.get("resume", "auto") + REPLACE if switch(value) else ""
-    ),
-    "push_public": Older("push_to_hub", write=_public, unset=("none", "false")),
-    "wandb": Older("log_to"),
     "project_name": Older("log_to", prefix="project=", unset=("none", "fsdp_qlora")),
     "name": Older("log_to", prefix="name="),
     "group": Older("log_to", prefix="group="),
     "entity": Older("log_to", prefix="entity="),
-    "show_samples": Older("dry_run", prefix="samples=", unset=("none", "0")),
     "profile_memory": Older("verbose", {"true": "true", "false": ""}),
     # A profile of steps that repeats is the first of them now; "profile" itself was a switch.
     "profile": Older("profile", {"true": "9:10", "false": ""}, unset=("false", "none")),
@@ -207,7 +161,7 @@ def advise(name: str, value: str = "") -> Advice | None:
         if OLDER[option].reason:
             return Advice(reason=OLDER[option].reason)
         with contextlib.suppress(ValueError):
-            option, here = next(iter(OLDER[option].now(here or value).items()), (option, ""))
+            option, here = OLDER[option].option, OLDER[option].now(here or value)
     if not option:
         return None
     return Advice(reason="that is the default here") if here == "" else Advice(option, here or "")

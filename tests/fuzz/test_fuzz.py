@@ -228,8 +228,8 @@ def test_reads_of_a_run_folder_that_fail(
 
 
 HOSTILE = {
-    "trust_remote_code": True, "push_to_hub": "owner/name", "push_public": True, "mirror": "elsewhere", "resume": "off",
-    "overwrite_output_dir": True, "log_to": "wandb", "sample_prompts": "elsewhere", "quant_cache": "elsewhere",
+    "trust_remote_code": True, "push_to_hub": "owner/name:public", "mirror": "elsewhere", "resume": "off:replace",
+    "log_to": "wandb", "sample_prompts": "elsewhere", "quant_cache": "elsewhere",
     "dataset": "elsewhere.jsonl", "world_size": 3, "master_addr": "elsewhere",
 }  # fmt: skip
 
