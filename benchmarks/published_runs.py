@@ -38,7 +38,10 @@ SHAPES = {
     "qwen-14b": (5120, 13696, 40, 40, 40, 152064),
     "qwen-72b": (8192, 24576, 80, 64, 64, 152064),
 }
-FITTED = [("qwen-1.8b", 256), ("qwen-1.8b", 512)]  # `_BLOCK_SECONDS` in fsdp_qlora/planning/speed.py
+# The host's time for a block and pass in these programs, which launch less than ours (`BLOCK_SECONDS` in
+# fsdp_qlora/planning/speed.py): 1.0 s for 8 micro-batches of 256 as of 512 tokens, with 24 blocks in three passes.
+BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
+FITTED = [("qwen-1.8b", 256), ("qwen-1.8b", 512)]
 _BYTES = {"qlora": 0.52, "gptq": 0.52, "lora": 2.0, "full": 2.0}  # of a weight, with its statistics
 # Per weight and product: AutoGPTQ's layer decodes with torch's functions, each of which reads and writes: a shift
 # (0.5 + 4), to 8 bits (4 + 1), and (1 + 1), minus the zeros (1 + 1), times the scales (1 + 2).
@@ -72,7 +75,7 @@ def planned(row: dict[str, Any], achieved: float) -> float:
         host_share=float(row["cpu_offload"]),
     )
     micro_batches = RUNS["samples"] / row["gpus"] / row["batch_size"]
-    return micro_batches * seconds(work, GPUS[row["gpu"]]._replace(achieved=achieved))
+    return micro_batches * seconds(work, GPUS[row["gpu"]]._replace(achieved=achieved), BLOCK_SECONDS)
 
 
 def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, float]]]]:
@@ -85,7 +88,7 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
             turn = MicroBatchSize(tokens, tokens * length, row["gpus"] * tokens)
             work = count_work(size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0)
             rate = published if "tokens_per_second" in row else row["micro_batches"] * turn.useful / published
-            found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]]))
+            found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]], BLOCK_SECONDS))
         yield row, found
 
 

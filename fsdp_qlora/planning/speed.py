@@ -19,13 +19,14 @@ _OVERLAP = 0.3  # of the shorter of computing and communicating
 # Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written. The more, the
 # better are the published runs planned; with more than this some GPU would achieve more than its peak.
 _PASSES = 400
-# Time of the host to launch what a block does in a pass: a step takes no less. Qwen's table: 1.0 s for 8 micro-batches
-# of 256 as of 512 tokens, with 24 blocks in three passes.
-_BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
-# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: CPU time of
-# Python and torch on the stand-in for CUDA, 3.9 ms for the 256 of a layer of Qwen3-30B-A3B, on an EPYC, launched one by
-# one; in groups 2.6. Adapted experts: 33 and 12 us.
-_PRODUCT_SECONDS = 1.5e-5
+# Time of the host to launch what a block does in a pass: a step takes no less. An H200's host took 5.4 ms (the 8B, one
+# row of 2,048), an EPYC on the stand-in for CUDA 4.1.
+BLOCK_SECONDS = 5e-3
+# The same for a token that is generated: 88 to 98 ms for 32 blocks on that host, for 1 as for 64 answers at a time.
+_TOKEN_SECONDS = 2.8e-3
+# Time of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: 12 blocks of
+# Qwen3-30B-A3B took 0.46 s on an H200, of whose matrices three passes multiply 9,216, in groups.
+_PRODUCT_SECONDS = 3e-5
 
 
 class Work(NamedTuple):
@@ -142,11 +143,11 @@ def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
     return 2 * 2 * tokens * heads * (num_ranks - 1) / num_ranks
 
 
-def seconds(work: Work, gpu: Gpu) -> float:
-    """Time of a micro-batch on a GPU."""
+def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float:
+    """Time of a micro-batch on a GPU. block_seconds: of the host for a block and pass, less with other programs."""
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * _BLOCK_SECONDS)
+    computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * block_seconds)
     communicating = (work.link + work.host) / (gpu.link * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
@@ -177,7 +178,7 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
     """
     size, num_shards = size_of(plan.model.meta.parts), plan.layout.num_shards
     memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    host = size.blocks * _BLOCK_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
+    host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
     moved = 0 if gathered or not plan.layout.frees_blocks else size.stored * (num_shards - 1) / num_shards
     moved += size.stored / num_shards * plan.placement.offload.blocks / size.blocks
     return max(host, memory, moved / (gpu.link * 1e9))

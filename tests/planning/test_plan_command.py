@@ -22,7 +22,7 @@ from fsdp_qlora.model.architecture.models import build_meta_model
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, nearest_gpu
 from fsdp_qlora.planning.offers import EXAMPLE, find_model, known_config, make_planner, read_offers
 from fsdp_qlora.planning.search import GpuOffer, choose_settings, settings_of_run
-from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
+from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work, seconds
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
 from tests.planning.test_placement import REPEATS_KEYS
@@ -218,8 +218,7 @@ def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
         seconds(count_work(size, turn, num_shards=1, recomputed_share=share, host_share=0.0), gpu)
         for turn, share in ((short, 1.0), (short._replace(tokens=2 * 64), 1.0), (short, 0.0))
     ]
-    # Qwen's table: 1.0 s for 8 micro-batches of 256 as of 512 tokens.
-    assert times[0] == times[1] == pytest.approx(1.0 / 8) and times[2] == pytest.approx(2 / 3 / 8)
+    assert times[0] == times[1] == pytest.approx(24 * 3 * BLOCK_SECONDS) and times[2] == pytest.approx(times[0] * 2 / 3)
 
 
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,5 +436,5 @@ def test_as_many_answers_at_a_time_as_the_card_has_room_for(capsys: pytest.Captu
         assert main(["plan", *flags(**asked, gpu=gpu)]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert f"of 64 on a rank {at_a_time} at a time" in said
-        # 36 blocks in a pass for each token, of which the host launches each in 1.74 ms.
-        assert f"at most about {rounds * 1024 * 36 / 576:.0f} s per generation" in said
+        # 36 blocks in a pass for each token, of which the host launches each in 2.8 ms.
+        assert f"at most about {rounds * 1024 * 36 * 2.8e-3:.0f} s per generation" in said
