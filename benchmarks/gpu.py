@@ -57,11 +57,12 @@ PARTS: dict[str, Part] = {
     "offload": Part(65),
     "decode": Part(60),
     "types": Part(130),
-    "context": Part(85),
+    "context": Part(110),
     "batches": Part(60),
     "formats": Part(60),
     "experts": Part(60),
     "whole": Part(150),
+    "alternatives": Part(45),
     "padding": Part(60),
 }
 # What is run in one go where a card is lent for minutes: most information first.
@@ -79,8 +80,8 @@ SETS = {
         "offload",
         "decode",
     ],
-    "second": ["types", "formats", "experts", "context"],
-    "third": ["batches", "whole"],
+    "second": ["types", "context"],
+    "third": ["formats", "experts", "whole", "batches", "alternatives"],
 }
 
 

@@ -1,19 +1,34 @@
-"""More measured parts of gpu.py: larger micro-batches, the formats of quantized bases, experts, and a whole 70B."""
+"""More measured parts of gpu.py: micro-batches, formats of bases, experts, a whole 70B, and kernels beside others."""
 
 import argparse
 import contextlib
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
-from benchmarks.gpu_parts import at_least, build, note, process_group, ratio_of, release, reset_peak, row, work_of
+from benchmarks.gpu_parts import (
+    at_least,
+    build,
+    note,
+    process_group,
+    ratio_of,
+    release,
+    reset_peak,
+    row,
+    seconds_of,
+    work_of,
+)
 from benchmarks.gpu_steps import Batch, measure
 from benchmarks.one_rank import limit_memory
 from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.quantizers.routed import loops_over_experts
 
 # The blocks of Qwen3-30B-A3B.
@@ -74,13 +89,13 @@ def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             train, [step_rows] = build(work, ranks, config=config, quant_type=kind)
             tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
             for way in ("in groups", "one by one"):
-                if way == "one by one":
+                if way == "one by one":  # which the plan does not mean
+                    found["planned"] |= {f"{kind}, {name}": dict(each) for name, each in train.planned.items()}
                     for module in filter(loops_over_experts, train.run.trainer.model.modules()):
                         vars(module)["group_bytes"] = 0
                 steps = train.steps(step_rows)
                 found["losses"][f"{kind}, {way}"] = steps["losses"]
                 speeds[f"{kind}, {way}"] = tokens / statistics.median(steps["step_seconds"])
-            found["planned"] |= {f"{kind}, {name}": each for name, each in train.planned.items()}
             item = f"experts, {layers} blocks of 30B-A3B, {work.batches[0]}"
             found["rows"] = [row(item, "tokens/s", speeds, ratio=ratio_of(speeds, "nf4, in groups", "nf4, one by one"))]
             note(args, found)  # for the case that time runs out
@@ -116,7 +131,72 @@ def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def measure_alternatives(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Milliseconds of what a block of the 8B computes beside its large products, and of other ways to compute it."""
+    tokens, hidden, inner, size = (64, 64, 128, 16) if args.tiny else (16384, 4096, 14336, 128)
+    options: dict[str, Any] = {
+        "device": ranks.device,
+        "dtype": PRECISIONS[choose_precision("auto", ranks.device)].frozen_dtype,
+    }
+    found: dict[str, Any] = {"ms": {}}
+
+    def measure(name: str, work: Callable[[], object]) -> None:
+        found["ms"][name] = 1e3 * seconds_of(work)
+        note(args, found)  # for the case that time runs out
+
+    x, low = torch.randn(tokens, hidden, **options), torch.randn(tokens, 16, **options)
+    weight, lora_B = 0.02 * torch.randn(inner, hidden, **options), torch.randn(inner, 16, **options)
+    measure("product", lambda: F.linear(x, weight))
+    measure("product, adapter added", lambda: F.linear(x, weight).addmm_(low, lora_B.T))
+    measure("adapter, product added", lambda: torch.mm(low, lora_B.T).addmm_(x, weight.T))
+    scale = torch.randn(hidden, **options)
+    measure("norm, then weighted", lambda: scale * F.rms_norm(x, (hidden,), None, 1e-5))
+    measure("norm with weight", lambda: F.rms_norm(x, (hidden,), scale, 1e-5))
+    gate, up = torch.randn(tokens, inner, **options), torch.randn(tokens, inner, **options)
+    measure("gate", lambda: F.silu(gate).mul_(up))
+    heads = [torch.randn(1, tokens, count, size, **options).transpose(1, 2) for count in (32, 8)]
+    cos, sin = torch.randn(1, 1, tokens, size, **options), torch.randn(1, 1, tokens, size, **options)
+    measure("rotary embedding, as models write it", lambda: [_rotate(each, cos, sin) for each in heads])
+    measure("rotary embedding, by halves", lambda: [_rotate_halves(each, cos, sin) for each in heads])
+    if ranks.device.type == "cuda":
+        compiled_gate: Any = torch.compile(_gate)
+        compiled_rotation: Any = torch.compile(_rotate)
+        measure("gate, compiled", lambda: compiled_gate(gate, up))
+        measure("rotary embedding, compiled", lambda: [compiled_rotation(each, cos, sin) for each in heads])
+    rows = [torch.randn(8, count, tokens // 8, size, requires_grad=True, **options) for count in (32, 8, 8)]
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION] if ranks.device.type == "cuda" else []
+    for kernel in kernels:
+        with sdpa_kernel(kernel):
+            measure(f"attention, {kernel.name.lower()}", lambda: _attend(*rows))
+            measure(f"attention and backward, {kernel.name.lower()}", lambda: _attend(*rows).sum().backward())
+    return found
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same where both halves of cos and of sin are equal."""
+    rotated = torch.empty_like(x)
+    (first, second), (one, other) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=other).addcmul_(first, sin)
+    return rotated
+
+
 MEASURES = {
+    "alternatives": measure_alternatives,
     "batches": measure_batches,
     "formats": measure_formats,
     "experts": measure_experts,

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights, build_run, describe_machine, is_stand_in
-from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure
+from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure, synchronize
 from benchmarks.one_rank import limit_memory
 from benchmarks.peers import measure_peers
 from fsdp_qlora.data.batches.rows import TokenizedRows
@@ -373,13 +373,14 @@ def ceilings(size: int) -> dict[str, Any]:
 
 
 def seconds_of(work: Callable[[], object], times: int = 5) -> float:
-    """Of the GPU for one of these, after a first one."""
+    """Of the device for one of these, after a first one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     work()
-    torch.cuda.synchronize()
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(times):
         work()
-    torch.cuda.synchronize()
+    synchronize(device)
     return (time.perf_counter() - started) / times
 
 

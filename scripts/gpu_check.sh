@@ -2,14 +2,15 @@
 # The GPU path on a machine with one NVIDIA GPU: tests and measurements in turn, those that say most first, and one
 # report of all. Exits with 1 if a part failed; the others are run nevertheless.
 #
-#     bash scripts/gpu_check.sh [WHEELS_DIR] [OUT] [--minutes N] [--part 1|2] [OPTIONS OF benchmarks/gpu.py]
+#     bash scripts/gpu_check.sh [WHEELS_DIR] [OUT] [--minutes N] [--part 1|2|3] [OPTIONS OF benchmarks/gpu.py]
 #
-# Where a GPU is lent for a quarter of an hour, in two commands, which take these times at most, all included:
+# Where a GPU is lent for a quarter of an hour, in two commands or three, which take these times at most, all included:
 #
-#     bash scripts/gpu_check.sh wheels out --minutes 8             # part 1
-#     bash scripts/gpu_check.sh wheels out --part 2 --minutes 4
+#     bash scripts/gpu_check.sh wheels out --minutes 8             # part 1; an H200 took less than 6
+#     bash scripts/gpu_check.sh wheels out2 --part 2 --minutes 4
+#     bash scripts/gpu_check.sh wheels out3 --part 3 --minutes 4
 #
-# Without --minutes both parts are run, and each step may take three times as long. For a bare machine: Python 3.12,
+# Without --minutes all parts are run, and each step may take three times as long. For a bare machine: Python 3.12,
 # torch 2.11 with CUDA 13, transformers 5.17, no package index. What else is needed comes as wheels in WHEELS_DIR, made
 # elsewhere by `bash scripts/gpu_wheels.sh WHEELS_DIR`; they are installed into a folder of their own and nothing of the
 # machine is changed. Without WHEELS_DIR (or with "") the environment is taken as it is. Into OUT (default: gpu_check):
@@ -43,6 +44,7 @@ fi
 
 case "$part" in
     2) options=(--parts second ${options[@]+"${options[@]}"}) ;;
+    3) options=(--parts third ${options[@]+"${options[@]}"}) ;;
     1) options=(--parts first ${options[@]+"${options[@]}"}) ;;
     *) [ -z "$minutes" ] || options=(--parts first ${options[@]+"${options[@]}"}) ;;
 esac

@@ -75,11 +75,12 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
 
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
     chosen = ["offload", "decode", "types", "formats", "experts", "context", "padding", "batches", "whole"]
+    chosen += ["alternatives"]
     report = tmp_path / "report.md"
     argv = ["--tiny", "--precision", "fp32", "--report", str(report), "--parts", *chosen]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
-    rows = {row["item"]: row for part in chosen for row in result["parts"][part]["rows"]}
+    rows = {row["item"]: row for part in chosen for row in result["parts"][part].get("rows", [])}
     assert [*rows["padding-free, packing"]["figures"]] == ["padding", "padding-free", "packing"]
     shares = rows["padding-free, packing"]["useful_of_computed"]
     assert shares["padding"] < 0.9 and shares["padding-free"] == shares["packing"] == 1.0
@@ -89,6 +90,7 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
     assert [*rows["formats, 8B, 4 x 32"]["figures"]] == ["nf4", "mxfp4", "nvfp4", "fp8"]
     assert len(rows["experts, 2 blocks of 30B-A3B, 4 x 32"]["figures"]) == 4
     assert [*rows["micro-batches, 8B, recompute all"]["figures"]] == ["8 x 32", "16 x 32", "1 x 32"]
+    assert len(result["parts"]["alternatives"]["ms"]) == 8
     whole = result["parts"]["whole"]
     assert whole["losses"]["offloaded"] == pytest.approx(whole["losses"]["resident"], rel=1e-4)
     assert [*rows["offload, 70B blocks"]["figures"]] == ["resident", "offloaded", "2 of 2 blocks"]
