@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.phantom import environment
-from tests.tiny import flags, make_rows, write_rows
+from tests.tiny import flags, make_rows, read_metrics, write_rows
 
 # train.py, and then the operators that computed attention backward.
 LOOK = """
@@ -70,3 +70,24 @@ def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(models: Callable[
     (ended,) = environment.run(["train.py", *argv], tmp_path / "logs")
     assert ended.status == 0, ended.output[-3000:]
     assert "Attention: torch's flash kernel, a row at a time" in ended.output
+
+
+@pytest.mark.slow
+def test_heads_too_wide_for_flash_go_to_sdpa_and_all_others_do_not(models: Callable[..., Path], tmp_path: Path) -> None:
+    """As in gemma4: each sixth block has heads of 512. Losses are those of the CPU, on rows one after another."""
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 64, "global_head_dim": 512}
+    model = models("gemma4_text", **sizes, hidden_size_per_layer_input=0)
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    options = {"train_type": "lora", "max_steps": 2, "batch_size": 4, "context_length": 256, "quant_cache": "off"}
+    options |= {"dataset": rows, "precision": "bf16", "verbose": True, "lora_target_modules": "all-linear"}
+    (tmp_path / "look.py").write_text(LOOK)
+    losses = []
+    for place, settings in (("cpu", {"CUDA_VISIBLE_DEVICES": ""}), ("card", {"PHANTOM_VALUES": 1})):
+        argv = flags(model_name=model, **options, output_dir=tmp_path / place)
+        (ended,) = environment.run([tmp_path / "look.py", *argv], tmp_path / f"{place} logs", settings=settings)
+        assert ended.status == 0, ended.output[-3000:]
+        losses.append(read_metrics(tmp_path / place))
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert "Attention: torch's flash kernel for rows of any lengths" in ended.output
+    assert set(ended.output.rpartition("took ")[2].split()) == VARLEN | EFFICIENT

@@ -36,6 +36,7 @@ FLASH = "flash_attention_2"
 # transformers' name of an implementation -> the name of the one that does the same for documents.
 SDPA, SDPA_REPEATED, VARLEN, EAGER = (f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "eager"))
 _SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, FLASH: FLASH, "eager": EAGER}
+_MOST_OF_FLASH = 256  # numbers of a head that flash kernels take; gemma4 has 512 in each sixth block
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
 
@@ -54,14 +55,17 @@ def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     return REPEATED
 
 
-def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool) -> str:
+def find_kernel(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool, widest: int | None = None
+) -> str:
     """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or math.
 
-    Of the kernels of all blocks the one that needs most memory.
+    Of the kernels of all blocks (with heads of at most `widest` numbers) the one that needs most memory.
     """
-    sizes = {(shape.heads, shape.heads if repeated else shape.groups, shape.head_dim) for shape in block_shapes(config)}
+    shapes = [shape for shape in block_shapes(config) if widest is None or shape.head_dim <= widest]
+    sizes = {(shape.heads, shape.heads if repeated else shape.groups, shape.head_dim) for shape in shapes}
     found = {_kernel_of(*size, dtype, device) for size in sizes}
-    return next(name for name in ("math", "memory-efficient", "flash") if name in found)
+    return next((name for name in ("math", "memory-efficient", "flash") if name in found), "math")
 
 
 def _kernel_of(heads: int, groups: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -102,7 +106,8 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     if replaces and not any_layer_has(config, "attn_logit_softcapping", "attention_dropout"):
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
         takes_heads = all(shape.head_dim % 8 == 0 for shape in block_shapes(config))
-        name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
+        kernel = find_kernel(config, dtype, device, repeated=True, widest=_MOST_OF_FLASH)
+        name = VARLEN if takes_heads and kernel == "flash" else name
     return name
 
 
@@ -228,7 +233,9 @@ def _attention(
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """torch's flash kernel; 16 bits, Ampere and newer."""
+    """torch's flash kernel; 16 bits, Ampere and newer. SDPA for the blocks whose heads are too wide for it."""
+    if query.shape[-1] > _MOST_OF_FLASH and not query.is_meta:
+        return _sdpa(query, key, value, call, repeat=True)
     kind, missing = autocast_kind(query), query.shape[-1] - value.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     padded = F.pad(value, (0, missing)) if missing else value  # V is filled up to D
