@@ -99,9 +99,8 @@ def test_layers_skipped_by_the_4bit_checkpoint_stay_unquantized(models: Models, 
 
 REFUSED = {
     "8-bit bitsandbytes": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128},
-    "AWQ": {"quant_method": "awq", "bits": 4},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "AQLM": {"quant_method": "aqlm"},
+    "auto-round": {"quant_method": "auto-round", "bits": 4},
 }
 
 

@@ -1,7 +1,7 @@
-"""Models whose weight files are quantized already, in a format that a row of QUANTIZERS trains as it is.
+"""Models whose weight files are quantized already, in a format that a row of QUANTIZERS trains as it is or in integers.
 
-What is read here is config.json's quantization_config, as bitsandbytes, transformers (FP8, MXFP4), compressed-tensors
-and modelopt write it.
+What is read here is config.json's quantization_config, as bitsandbytes, transformers (FP8, MXFP4), compressed-tensors,
+modelopt, AutoAWQ and GPTQ's programs write it.
 """
 
 import re
@@ -23,17 +23,35 @@ _UNUSED: dict[str, str | None] = dict.fromkeys(
 )
 _FP8 = {**_UNUSED, "_scale": ".scale", "_scale_inv": ".scale"}
 _COMPRESSED = {**_UNUSED, "_packed": "", "_global_scale": ".global_scale", "_scale": ".scale"}
+_COMPRESSED_INTEGERS = {**_COMPRESSED, "weight_zero_point": "weight.zero_point", "weight_g_idx": "weight.g_idx"}
+_COMPRESSED_INTEGERS |= dict.fromkeys(("weight_shape", "input_zero_point"))
+_INTEGERS = {
+    ".qweight": ".weight", ".qzeros": ".weight.zero_point", ".scales": ".weight.scale", ".g_idx": ".weight.g_idx",
+}  # fmt: skip
 _MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
 BITSANDBYTES = "bnb_4bit"
 
 
+class IntegerLayout(NamedTuple):
+    """How weights are stored as integers of 1 to 8 bits.
+
+    is_transposed: tensors are [in, out]. is_awq: words hold weights of 8 rows, in AWQ's order. zero_shift: added to
+    stored zero points.
+    """
+
+    bits: int
+    is_transposed: bool = False
+    is_awq: bool = False
+    zero_shift: int = 0
+
+
 class PackedFormat(NamedTuple):
     """The format of a model's weight files, from its quantization_config.
 
-    name: for people. quantizer: its row of QUANTIZERS. options: arguments of its layers; None if only the files'
+    name: for people. quantizer: its row of QUANTIZERS, or "". options: arguments of its layers; None if only the files'
     tensors tell them. skipped: modules that were not quantized. has_linears, has_experts: whether linear layers and
-    expert parameters are quantized. endings: see above.
+    expert parameters are quantized. endings: see above. integers: of weights that are only decoded.
     """
 
     name: str
@@ -43,6 +61,7 @@ class PackedFormat(NamedTuple):
     has_linears: bool = True
     has_experts: bool = True
     endings: Mapping[str, str | None] = MappingProxyType({})
+    integers: IntegerLayout | None = None
 
     def is_quantized(self, path: str) -> bool:
         """Whether the weight at `path`, a linear layer or expert parameter of a decoder block, is quantized."""
@@ -69,7 +88,8 @@ class PackedFormat(NamedTuple):
     def describe_decoding(self, *, quantizes: bool) -> str:
         """Describe in one line that the weights are decoded."""
         use = "and quantized again" if quantizes else "and kept in the precision of this run"
-        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {use}."
+        to = "the type of their scales" if self.integers else "bf16"
+        return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
         """Describe in one line that the model's own weights are used, and the options that they override."""
@@ -101,13 +121,15 @@ def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
         return None
     # The model is built with plain layers, which ours then replace.
     del config.quantization_config
-    if packed := _bitsandbytes(settings) or _transformers(settings) or _grouped(settings):
+    if packed := _bitsandbytes(settings) or _transformers(settings) or _integers(settings) or _grouped(settings):
         return packed
     method = str(settings.get("quant_method", "an unnamed format"))
     label = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
+    layout = _layout(settings)
     raise UserError(
-        f"model_name {name} is quantized as {label}, which is not supported. Give the model with 16- or 32-bit "
-        "weights (train_type qlora quantizes it while loading), or in 4 bits of bitsandbytes, MXFP4, NVFP4 or FP8."
+        f"model_name {name} is quantized as {label}{f' ({layout})' * bool(layout)}, which is not supported. Give the "
+        "model with 16- or 32-bit weights (train_type qlora quantizes it while loading), or in bitsandbytes' 4 bits, "
+        "MXFP4, NVFP4, FP8, AWQ, GPTQ or integers of compressed-tensors."
     )
 
 
@@ -140,10 +162,27 @@ def _transformers(settings: Mapping[str, Any]) -> PackedFormat | None:
     return PackedFormat("FP8", "fp8", options, settings.get("modules_to_not_convert"), endings=_FP8)
 
 
+def _layout(settings: Mapping[str, Any]) -> str:
+    """The layout of a format's files that a configuration names; empty if none."""
+    return str(next(filter(None, map(settings.get, ("checkpoint_format", "format", "version"))), "")).lower()
+
+
+def _integers(settings: Mapping[str, Any]) -> PackedFormat | None:
+    """AWQ or GPTQ, for which its settings must be the same for all layers."""
+    method, bits, layout = settings.get("quant_method"), settings.get("bits", 0), _layout(settings)
+    is_awq = (method, bits) == ("awq", 4) and layout in ("", "gemm")
+    is_gptq = method == "gptq" and bits in (2, 3, 4, 8) and layout in ("", "gptq", "gptq_v2")
+    if not (is_awq or is_gptq) or settings.get("dynamic"):
+        return None
+    form = IntegerLayout(bits, is_transposed=True, is_awq=is_awq, zero_shift=int(is_gptq and layout != "gptq_v2"))
+    return PackedFormat(str(method).upper(), "", None, endings=_INTEGERS, integers=form)
+
+
 def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
     """A format of compressed-tensors or modelopt, if it is the same for all layers."""
     method, groups = settings.get("quant_method"), [*(settings.get("config_groups") or {}).values()]
-    if method not in ("compressed-tensors", "modelopt") or "SVD" in str(settings.get("quant_algo")):
+    rotates = settings.get("transform_config") or "SVD" in str(settings.get("quant_algo"))
+    if method not in ("compressed-tensors", "modelopt") or rotates:
         return None
     weights, is_modelopt = [group.get("weights") or {} for group in groups], method == "modelopt"
     if method == "compressed-tensors" and settings.get("format") == "float-quantized" and not groups:
@@ -153,6 +192,9 @@ def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
     (form,) = weights
     kind, bits, size, strategy = (form.get(key) for key in ("type", "num_bits", "group_size", "strategy"))
     options: dict[str, Any] | None = {}
+    if kind == "int" and _layout(settings) in ("pack-quantized", "int-quantized", "naive-quantized"):
+        layout = IntegerLayout(form.get("num_bits", 8))
+        return PackedFormat(f"INT{bits}", "", None, endings=_COMPRESSED_INTEGERS, integers=layout)
     if (kind, bits, size) == ("float", 4, 16):
         name, options = "NVFP4", {"num_parts": 1, "multiplies": is_modelopt}
     elif (kind, bits, size) == ("float", 4, 32) and not is_modelopt:
