@@ -61,7 +61,7 @@ for words in (
     "export two --out exported",
     "merge --adapter two --out merged",
     "generate --adapter merged --prompt river --max_new_tokens 2 --quant_cache off --nproc_per_node 1",
-    "plan --model_name qwen3-0.6b --compare",
+    "plan --model_name qwen3-0.6b --gpu RTX3060",
 ):
     assert main(words.split()) == 0, words
 PYTHON

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.marks import PLANNABLE
@@ -23,14 +22,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
     parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
-    parser.add_argument(
-        "--compare",
-        nargs="?",
-        const="",
-        metavar="PRICES.yaml",
-        help="plan the run on each offer of a price table instead; without a file on examples, to be replaced",
-    )
-    parser.add_argument("--sort", choices=["cost", "time"], default="cost", help="of --compare (default: cost)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -47,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
         if not PLANNABLE.accepts(value := getattr(args, name)):
             raise UserError(f"--{name} must be {PLANNABLE.allowed}, but is {value}.")
     tokens = args.million_tokens and args.million_tokens * 1e6
-    if args.compare is not None:
-        return _compare(args, config, tokens)
     gpu = _gpu(args)
     with importing():
         from fsdp_qlora.planning import offers
@@ -64,21 +53,6 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(offers.describe(planner, planned[0], explain=args.explain)))
         print("\n".join(offers.describe_fastest(planned) if searches else ()), end="\n" * searches)
     return 0 if planned[0].fits else 1
-
-
-def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None) -> int:
-    if args.gpu or args.gpu_memory_gib:
-        raise UserError("--compare takes the GPUs from its price table: leave out --gpu and --gpu_memory_gib.")
-    with importing():
-        from fsdp_qlora.planning import offers
-
-    path = Path(args.compare).expanduser() if args.compare else offers.EXAMPLE
-    date, requests = offers.read_offers(path)
-    planner, by_time = offers.make_planner(config, requests[0], tokens), args.sort == "time"
-    runs = offers.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
-    table = json.dumps([offers.as_json(run) for run in runs], indent=1) if args.json else ""
-    print(table or "\n".join(offers.describe_offers(date, runs)))
-    return 0 if runs[0].fits_with_margin else 1
 
 
 def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from yaml.composer import ComposerError
 
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
@@ -155,20 +154,6 @@ def read_options(path: Path, name: str) -> str:
     if len(content) > _MOST_BYTES:
         raise UserError(f"{name} has more than {_MOST_BYTES:,} bytes, and options are a few lines.")
     return content.decode("utf-8")
-
-
-class PlainLoader(yaml.SafeLoader):
-    """For a stranger's YAML: ten lines of aliases may stand for gigabytes, and what has a tag may fail in any way."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
-            raise ComposerError(None, None, "aliases (*) and tags (!) are not read: write the value", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        is_text = kind is yaml.ScalarNode and len(value) > 100  # and not a number that Python refuses to print
-        return "tag:yaml.org,2002:str" if is_text else super().resolve(kind, value, implicit)
 
 
 def describe_config(path: Path) -> str:

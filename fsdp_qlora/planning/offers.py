@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import itertools
 import logging
 import re
 import textwrap
@@ -15,22 +14,19 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
-from fsdp_qlora.config.text import PlainLoader, read_options, value_text
+from fsdp_qlora.config.text import value_text
 from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
-from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB, format_count, printable
+from fsdp_qlora.utils.text import GIB, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
-EXAMPLE = Path(__file__).with_name("prices.yaml")
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 
 
@@ -152,7 +148,6 @@ def as_json(run: PlannedRun) -> Mapping[str, Any]:
         "hours": round(run.hours, 3),
         "price_per_hour": request.price_per_hour,
         "cost_usd": round(run.cost, 2) if request.price_per_hour else None,
-        "where": request.where or None,
         "command": command_line(run),
     }
 
@@ -174,69 +169,6 @@ def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
             yield f"    {words}"
             if run.config.context_size > 1:
                 yield f"    context_parallel_size {run.config.context_size}"
-
-
-# --- the rent table: a run on each offer of a price table ---
-
-
-def read_offers(path: Path) -> tuple[str, list[GpuOffer]]:
-    """The date of a price table, and its offers.
-
-    Raises:
-        UserError: it cannot be read, has no offers, or one of a GPU that is not known.
-    """
-    try:
-        table = yaml.load(read_options(path, "it"), PlainLoader)
-        offers = [GpuOffer(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
-        numbers = [(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib) for row in offers]
-        if not offers or not all(map(PLANNABLE.accepts, itertools.chain(*numbers))):
-            raise ValueError("it has no offers, or one whose GPUs, price or memory are not above 0 and at most 1e9")
-        return printable(" ".join(str(table["date"]).split())), offers
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(
-            f"--compare {path}: {reason}. A price table has a date and offers, each with gpu, num_gpus and "
-            f"price_per_hour, if known also host_ram_gib and where, as in {EXAMPLE}."
-        ) from error
-
-
-def compare(
-    planner: Planner, requests: Sequence[GpuOffer], *, by_time: bool, keeps_rows: bool = True
-) -> list[PlannedRun]:
-    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first.
-
-    keeps_rows: else steps may have more of them.
-    """
-    runs = [planner.on(request).fastest(keeps_rows=keeps_rows)[0] for request in requests]
-    return sorted(runs, key=lambda run: (not run.fits_with_margin, run.hours if by_time else run.cost))
-
-
-def describe_offers(date: str, runs: Sequence[PlannedRun]) -> Iterator[str]:
-    """The table in lines of at most 80 columns."""
-    config, fitting = runs[0].config, [run for run in runs if run.fits_with_margin]
-    steps = [run.rows for run in fitting or runs]
-    rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
-    yield f"{config.model_name}, {config.train_type}, {format_count(runs[0].tokens)} tokens"
-    yield f"{rows} x {config.longest_row} tokens per GPU and step; prices of {date}"
-    yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
-    for run in runs:
-        request, settings = run.request, run.config
-        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price_per_hour:7.2f}"
-        if run.fits_with_margin:
-            on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
-            yield (
-                f"{line} {run.hours:7,.1f} {run.cost:8,.2f}  {settings.batch_size:4} "
-                f"{settings.sharding_strategy:10} {on_host:>5} {settings.recompute}"
-            )
-        elif run.fits_host:
-            needed = run.report.needed / GIB
-            yield f"{line}  needs {needed:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
-        else:
-            yield f"{line}  needs {run.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
-    for name, best in (("cheapest", lambda run: run.cost), ("fastest", lambda run: run.hours)):
-        if fitting:
-            run = min(fitting, key=best)
-            yield f"the {name}: {run.request.num_gpus} x {run.request.gpu.name}, {_speed_text(run)}"
 
 
 # --- the model ---

@@ -1,6 +1,5 @@
 """Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the fastest that fit."""
 
-import copy
 import dataclasses
 import json
 import logging
@@ -141,14 +140,13 @@ _OF_CONTEXT = ("context_parallel_size", "gradient_accumulation_steps")  # chosen
 class GpuOffer(NamedTuple):
     """GPUs to plan for.
 
-    price_per_hour: US dollars for all GPUs. where: name of the seller. per_node: GPUs of a machine; 0 for one machine.
+    price_per_hour: US dollars for all GPUs. per_node: GPUs of a machine; 0 for one machine.
     """
 
     gpu: Gpu
     num_gpus: int
     host_ram_gib: float | None = None
     price_per_hour: float | None = None
-    where: str = ""
     per_node: int = 0
 
     def beside_torch(self) -> dict[str, int]:
@@ -246,12 +244,6 @@ class Planner:
         self._size = size_of(model.meta.parts)
         self._rows: dict[tuple[int, ...], PlannedRows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
-
-    def on(self, request: GpuOffer) -> "Planner":
-        """A planner for other GPUs that reuses what has been built and measured."""
-        other = copy.copy(self)
-        other.request, other.model = request, dataclasses.replace(self.model, machine=request.machine)
-        return other
 
     def planned(self, **changes: Any) -> PlannedRun:
         """The run with other options, and where that is auto as few ranks that share rows as fit."""
