@@ -1,4 +1,4 @@
-"""torch's profiler for some training steps, and a log of memory."""
+"""torch's profiler for some training steps."""
 
 import contextlib
 import logging
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -14,24 +13,6 @@ from fsdp_qlora.config.conflicts import profiled_steps
 from fsdp_qlora.distributed.ranks import Ranks
 
 log = logging.getLogger("fsdp_qlora")
-
-
-class MemoryLog:
-    """Logs rank 0's memory after each phase of the start and each of the first steps, if enabled."""
-
-    def __init__(self, device: torch.device, *, enabled: bool, records: int = 6) -> None:
-        self._device, self._left = device, records if enabled else 0
-
-    def record(self, phase: str) -> None:
-        if self._left <= 0:
-            return
-        self._left -= 1
-        resident = psutil.Process().memory_info().rss / 2**30
-        gpu = ""
-        if self._device.type == "cuda":
-            allocated, peak = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-            gpu = f"{allocated:.2f} GiB allocated on the GPU (peak {peak:.2f}), "
-        log.info("Memory %s: %s%.2f GiB resident on the host", phase, gpu, resident)
 
 
 @contextlib.contextmanager

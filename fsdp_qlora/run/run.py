@@ -181,7 +181,6 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
         mesh = load_model(config, plan.placed, weights, ranks)
-        guard.memory.record("after loading")
         release_cached_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
         if config.precompute_reference:

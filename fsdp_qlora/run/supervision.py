@@ -22,7 +22,7 @@ from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.observability.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.observability.profiling import MemoryLog, profiling
+from fsdp_qlora.observability.profiling import profiling
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.run_plan import Measured
@@ -48,7 +48,7 @@ class Guard:
 
     Attributes:
         control: the trainer's requests to stop or save, and its heartbeat.
-        facts, memory: the records for the report and --verbose, from the start on.
+        facts: the records for the report, from the start on.
     """
 
     def __init__(
@@ -98,7 +98,6 @@ class Guard:
         )
         self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=started, step=start.step)
         self.facts.mark("planning")
-        self.memory = MemoryLog(self.ranks.device, enabled=config.verbose)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -189,7 +188,6 @@ class Recorder:
         if self.extras.measured:
             self.facts.describe(partial(self.extras.measured.stepped, record))
         self.profile_step()
-        self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:
             self.guard.status.values["recompute"] = record["recompute"]
         if self.saver.is_unfinished and self.control.is_written:
