@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
-from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows, join_completions
+from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.batches.streaming import RowStream
 from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, check_report
@@ -41,11 +41,10 @@ _OF_DUMMY = 512  # tokens of its rows, which fill whatever there is, with --cont
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a run; row i of its table is prompt i. digest: of the table with completions of full length."""
+    """The prompts of a run; row i of its table is prompt i."""
 
     rows: tuple[Prompt, ...]
     max_completion_length: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ class RunData:
         """Distinguishes the rows from others."""
         about: list[object] = [self.stream.source.identity] if self.stream is not None else []
         about += [derive_seed([prompt.columns for prompt in self.prompts.rows])] if self.prompts else []
-        digest = self.prompts.digest if self.prompts else self.train.digest
-        return [digest, self.evaluation.digest, len(self.eval_rows), *about]
+        return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *about]
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
@@ -174,7 +172,7 @@ def prepare_data(
         data = _joined(prepared, options, shares)
         if options.text.makes_rows:
             rows = [prompt for part in prepared for prompt in part.prompts]
-            prompts = prompts_of(data.train, rows, tokenizer, options.text.max_completion_length)
+            prompts = Prompts(tuple(rows), options.text.max_completion_length)
             data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
@@ -314,16 +312,3 @@ def _opened(
     finally:
         for worker in pipeline.workers:
             worker.close()
-
-
-def prompts_of(
-    table: TokenizedRows, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, max_completion_length: int
-) -> Prompts:
-    """The prompts of a run, and the hash by which it is recognized when it continues.
-
-    The hash is that of 831b14e, whose table had a completion of dots after each prompt.
-    """
-    shown = tokenizer(".", add_special_tokens=False)["input_ids"]
-    dots = [np.full(max_completion_length, [tokenizer.eos_token_id, *shown][-1], np.int32)] * len(prompts)
-    digest = join_completions([prompt.ids for prompt in prompts], dots, table.row_numbers).digest
-    return Prompts(tuple(prompts), max_completion_length, digest)
