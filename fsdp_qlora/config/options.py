@@ -102,7 +102,7 @@ class TrainConfig:
     """Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math, dummy have own sizes)."""
     dataset_format: Annotated[Literal[
         "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
-        "question_answer", "instances", "tree", "prompt_completion", "guanaco", "text",
+        "question_answer", "prompt_completion", "guanaco", "text",
     ], OF_RESULT] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()

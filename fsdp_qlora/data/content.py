@@ -67,8 +67,6 @@ class Fields:
     """Earlier (instruction, response) pairs."""
     shows: Row | None = None
     """The row, if it has images: then it is a chat."""
-    notes: tuple[str, ...] = ()
-    """Oddities of the row, which is used."""
 
 
 @dataclass(frozen=True)

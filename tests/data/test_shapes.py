@@ -23,18 +23,9 @@ LONG = "so it is " * 30
 HALF = "half \ud83d end"
 
 
-def said(role: str, text: str, *replies: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
-    """A message of a tree of OpenAssistant's."""
-    return {"message_id": text, "role": role, "text": text, "lang": "en", "rank": rank, "replies": list(replies)}
-
-
 def called(arguments: object) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "go", "arguments": arguments}}]}
 
-
-SEED = {"id": "seed_task_0", "name": "x", "instruction": "hi", "is_classification": False}
-TREE = said("prompter", "hi", said("assistant", "no", rank=1), said("assistant", "x"), said(
-    "assistant", "go", said("prompter", "so", said("assistant", "on", rank=0)), rank=0))  # fmt: skip
 
 # The columns of a set -> what is learned of the row.
 LEARNED: dict[str, tuple[dict[str, Any], str]] = {
@@ -78,8 +69,6 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
     "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
-    "self-instruct's seeds": ({**SEED, "instances": [{"input": "so", "output": "go on"}]}, "go on</s>"),
-    "OpenAssistant's trees": ({"message_tree_id": "hi", "tree_state": "x", "prompt": TREE}, "go</s>on</s>"),
     "no dialogue": ({"instruction": "Say <user>: hi", "output": "go on"}, "go on</s>"),
     "Guanaco": ({"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"}, " go on no</s>"),
 }  # fmt: skip
@@ -94,13 +83,6 @@ def test_well_known_datasets_are_rendered_as_intended(name: str, prepare: Any, t
         if column in row and column != "input" * (len(row) == 2):
             told = row[column][0][0] if column == "history" else row[column]
             assert told in tokenizer.decode(data.train.input_ids[~data.train.learned]), column
-
-
-def test_unused_instances_are_logged_once(prepare: Any, tmp_path: Path) -> None:
-    row, says = {**SEED, "instances": [{"output": "go"}, {"output": "no"}]}, "several instances, of which the first is"
-    for given in ({}, {"prompt_template": "chat"}):
-        _, log = prepare(write_jsonl(tmp_path / "a.jsonl", [row, row]), **given)
-        assert log.count(says) == 1 and "a.jsonl:1, 2" in log
 
 
 BAD = {"messages": [ASK, SAY], "label": False}
@@ -136,12 +118,12 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "names with blanks": ([{"My question": "hi", "its reply": "go on"}], "missing columns", ("--columns 'instruction=My question' 'output=its reply'",)),
     "Camel": ([{"role_1": "x", "message_1": "so so", "message_2": "go on"}], "missing columns", ("--columns instruction=message_1 output=message_2",)),
     "BELLE's evaluation": ([{"id": "x", "question": "hi", "std_answer": "go on", "class": "x"}], "missing columns", ("--columns instruction=question output=std_answer",)),
-    "BFCL": ([{"id": "x", "question": [[ASK]], "function": [FUNCTION]}], "seem to be questions with tools and without answers, as in a benchmark. The first: {\"id\"", ()),
-    "WizardLM's tests": ([{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": f"hi {n}"} for n in (1, 2)], "seem to be questions without answers, as in a test set", ()),
-    "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "seem to be questions without answers", ()),
-    "ToolBench": ([SEARCHED], "seem to be search trees", ()),
-    "trees of another kind": ([{"post": "x", "replies": [{"post": "x", "replies": []}]}], "seem to be trees of messages", ()),
-    "a table of diseases": ([DISEASE, DISEASE], "seem to be no questions with answers, no chats and no texts", ()),
+    "BFCL": ([{"id": "x", "question": [[ASK]], "function": [FUNCTION]}], "No columns have texts, or questions with answers. The first row: {\"id\"", ()),
+    "WizardLM's tests": ([{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": f"hi {n}"} for n in (1, 2)], "missing columns", ()),
+    "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "missing columns", ()),
+    "ToolBench": ([SEARCHED], "missing columns", ()),
+    "trees of another kind": ([{"post": "x", "replies": [{"post": "x", "replies": []}]}], "missing columns", ()),
+    "a table of diseases": ([DISEASE, DISEASE], "missing columns", ()),
     "a long row": ([{"a": {"b": LONG * 10}}], "so it is so...", ()),
     "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
     "UltraFeedback": ([{"prompt": "hi", **PAIR, "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "no"}]}], "preferences", ("--objective dpo", "--columns messages=chosen --dataset_format messages")),

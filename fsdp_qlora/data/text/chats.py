@@ -1,7 +1,6 @@
 """Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,16 +27,6 @@ _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_ca
 def read_turns(row: Row, column: str) -> Chat:
     """Turns of `role` and `content` or of `from` and `value`, with `tools` and `system`. Raises BadRow."""
     return read_chat(row, turns(row.get(column), column))
-
-
-def read_tree(row: Row) -> Chat:
-    """oasst's tree: from the `prompt` on the reply that is ranked best, one without a rank last. Raises BadRow."""
-    path, replies = [], turns([row.get("prompt")], "prompt")
-    while replies:
-        best = min(replies, key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else math.inf)
-        path.append({"role": best.get("role"), "content": best.get("text")})
-        replies = turns(best["replies"], "replies") if best.get("replies") else []
-    return read_chat(row, path)
 
 
 def read_prompted(row: Row) -> Chat:

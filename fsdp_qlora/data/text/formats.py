@@ -26,7 +26,6 @@ from fsdp_qlora.data.text import chats, preferences
 from fsdp_qlora.data.text import templates as prompts
 
 HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
-FIRST = "it has several instances, of which the first is learned"
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,6 @@ def _history(value: object) -> tuple[tuple[str, str], ...]:
         instruction, response = (text_of(named, name) for name in named)
         pairs.append((instruction, response))
     return tuple(pairs)
-
-
-def read_instances(row: Row) -> Fields:
-    """self-instruct's: an instruction with `instances` of input and output, of which the first is learned."""
-    instances = row.get("instances")
-    if not isinstance(instances, list) or not instances or not isinstance(instances[0], Mapping):
-        raise BadRow("instances is not a list of objects")
-    fields = read_fields({**row, **instances[0]}, "instruction", "output", "input")
-    return dataclasses.replace(fields, notes=(FIRST,) * (len(instances) > 1))
 
 
 def read_question(row: Row) -> Fields:
@@ -219,10 +209,6 @@ FORMATS: dict[str, Format] = {
     ),
     "dolly": Format(("instruction", "response"), _ASKED, _read_dolly, Fields, ("instruction",)),
     "question_answer": Format(("question", "answer"), _ASKED, read_question, Fields, ("question",), _QUESTION),
-    "instances": Format(
-        ("instruction", "instances"), ("system",), read_instances, Fields, ("instruction", "instances")
-    ),
-    "tree": Format(("message_tree_id", "prompt"), (), chats.read_tree, Chat, ("message_tree_id", "prompt")),
     "prompt_completion": Format(
         ("prompt", "completion"), _IN_PROMPT, preferences.read_prompt_completion, asks=("prompt",)
     ),

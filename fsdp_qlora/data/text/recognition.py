@@ -202,7 +202,7 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
     if any("parent_id" in row and "role" in row for row in rows):
         raise UserError(
             f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
-            f"answers without them. Give whole conversations, or the trees; {anyway}."
+            f"answers without them. Give whole conversations; {anyway}."
         )
     marked = [markup for row in rows if (markup := _MARKUP.search(str(row.get("text"))))]
     if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
@@ -239,23 +239,15 @@ _ANSWERS = re.compile(r"answer|response|output|completion|solution|result|summar
 _LONG = 40  # characters, of an answer whose column is not called so
 _DOCUMENT = 200  # characters, of a text among other columns
 _SHOWN = 600  # characters, of a row
-# What is in a row, as JSON -> what the rows seem to be.
-_SEEM = {
-    r'"children": \[': "search trees, which do not say what is the answer",
-    r'"replies": \[': "trees of messages",
-    r'"(functions?|tools)": \[': "questions with tools and without answers, as in a benchmark",
-    r'"[^"]*(instruction|question|prompt|query|problem)[^"]*": "': "questions without answers, as in a test set",
-    "": "no questions with answers, no chats and no texts",
-}
 
 
 def advise(rows: Sequence[Row], works: Callable[[Sequence[str]], bool]) -> str:
-    """Advise on rows of no known format: --columns with which it `works`, or else what they seem to be."""
+    """Advise on rows of no known format: --columns with which it `works`, or else the first row."""
     if columns := next(filter(works, _candidates(rows)), None):
         return f"Say which column is which, such as --columns {shlex.join(columns)}"
     row = json.dumps(rows[0], ensure_ascii=False, default=str)
-    seems = next(what for pattern, what in _SEEM.items() if re.search(pattern, row, re.I))
-    return f"The rows seem to be {seems}. The first: {row[:_SHOWN]}{'...' if len(row) > _SHOWN else ''}"
+    shown = row if len(row) <= _SHOWN else f"{row[:_SHOWN]}..."
+    return f"No columns have texts, or questions with answers. The first row: {shown}"
 
 
 def _candidates(rows: Sequence[Row]) -> Iterator[list[str]]:

@@ -84,9 +84,6 @@ class Renderer:
         return self._chat_template.text(as_chat(Fields("?", _MARK)), self._workers[0]).partition(_MARK)[2]
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
-        if isinstance(content, Fields) and content.notes:
-            first, *others = self._render(dataclasses.replace(content, notes=()), worker)
-            return [dataclasses.replace(first, notes=content.notes + first.notes), *others]
         if isinstance(content, Fields) and content.shows:
             content = read_chat(content.shows, as_chat(content).messages)
         if isinstance(content, Fields):
