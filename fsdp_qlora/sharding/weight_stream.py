@@ -2,9 +2,14 @@
 
 FSDP2 copies unsharded weights on the compute stream, which waits for each copy. (Sharded weights are copied on the
 stream of their all-gather.)
+
+The codes of quantized experts stay on the host in a pass of few tokens, such as one that generates: the layer asks for
+those of the experts that the tokens have chosen.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from fsdp_qlora.model.architecture.shapes import block_shapes
+from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
 
@@ -27,12 +34,16 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
     The weights are in host memory, those of a module side by side. Results are the same to the bit. A block that keeps
     its activations may keep its weights with them; one that recomputes does not.
     """
-    stream = _WeightStream(modules, device)
+    stream, chosen = _WeightStream(modules, device), max(shape.chosen for shape in block_shapes(model.config))
     head = model.get_output_embeddings()
     for index, module in enumerate(modules):
 
-        def enter(*_: Any, index: int = index) -> None:
-            stream.enter(index)
+        def enter(*_: Any, index: int = index, choices: int | None = None) -> None:
+            stream.enter(index, choices)
+
+        def enter_with(module: nn.Module, args: Any, index: int = index) -> None:
+            stream.choices = None if torch.is_grad_enabled() else chosen * _count_tokens(args[0])
+            stream.enter(index, stream.choices)
 
         def enter_in_backward(module: nn.Module, args: Any, output: Any, index: int = index) -> None:
             tensor = output if isinstance(output, torch.Tensor) else output[0]
@@ -40,12 +51,17 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
                 tensor.register_hook(lambda _: stream.enter(index))
 
         inner = unwrapped(module)  # its hooks run again when the block is recomputed
-        inner.register_forward_pre_hook(enter)
+        inner.register_forward_pre_hook(enter_with)
         inner.bring_weights = enter  # type: ignore[assignment]  # for distributed.shards.whole_weights
         if module is head and model.base_model is not model:  # its weights may be used without its forward method
-            model.base_model.register_forward_hook(enter)
+            model.base_model.register_forward_hook(lambda *_, enter=enter: enter(choices=stream.choices))
         elif module is not head:
             module.register_forward_hook(enter_in_backward)
+
+
+def _count_tokens(x: torch.Tensor) -> int:
+    """Tokens in a module's input: hidden states [.., hidden], or the embedding's [..]."""
+    return math.prod(x.shape[:-1] if x.is_floating_point() else x.shape)
 
 
 class _WeightStream:
@@ -54,17 +70,21 @@ class _WeightStream:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         side = SideStream(device)
         self.parts = [_Part(module, side, device) for module in modules]
+        self.choices: int | None = None  # of the pass at work
 
-    def enter(self, index: int) -> None:
-        """Bring the weights of a module to the device, prefetch those of the next one, and free all others."""
+    def enter(self, index: int, choices: int | None = None) -> None:
+        """Bring the weights of a module to the device, prefetch those of the next one, and free all others.
+
+        choices: of experts, the most there can be, in a pass without backward.
+        """
         following = self._following(index)
         for position, part in enumerate(self.parts):
             if position not in (index, following):
                 part.release()
         part = self.parts[index]
-        part.prefetch()
+        part.prefetch(choices)
         part.bind()
-        self.parts[following].prefetch()
+        self.parts[following].prefetch(choices)
 
     def _following(self, index: int) -> int:
         """The module that is used next. The backward pass begins where the forward pass ends, and vice versa."""
@@ -78,7 +98,10 @@ class _WeightStream:
 
 
 class _Part:
-    """The frozen weights of one module: on the host, on the device, or being copied there."""
+    """The frozen weights of one module: on the host, on the device, or being copied there.
+
+    brought: of each expert layer the experts whose codes are on the device; None if all are.
+    """
 
     def __init__(self, module: nn.Module, side: SideStream, device: torch.device) -> None:
         self.side, self.device = side, device
@@ -89,12 +112,48 @@ class _Part:
         self.on_device: torch.Tensor | None = None
         self.copied: torch.cuda.Event | None = None
         self.is_used = False
+        experts = [each for each in module.modules() if isinstance(each, QuantizedExperts)]
+        places = {id(parameter): host for parameter, host in self.pairs()}
+        self.codes = {each: places[id(each.weight)] for each in experts if id(each.weight) in places}
+        self.brought: dict[QuantizedExperts, set[int]] | None = None
+        for each in self.codes:
+            each.bring = partial(self.bring, each)
 
-    def prefetch(self) -> None:
-        """Start to copy the weights to the device, unless that has been done."""
-        if self.on_device is None:
-            self.on_device = torch.empty_like(self.whole, device=self.device)
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and its values on the host."""
+        return zip(self.parameters, self.host, strict=True)
+
+    def prefetch(self, choices: int | None = None) -> None:
+        """Start to copy the weights, unless that has been done; without the codes of experts for few choices."""
+        leaves = choices is not None and any(choices < each.shape[0] for each in self.codes)
+        if self.on_device is not None and self.brought is not None and not leaves:
+            self.release()
+        if self.on_device is not None:
+            return
+        self.on_device, self.brought = torch.empty_like(self.whole, device=self.device), None
+        if not leaves:
             self.copied = self.side.copy(self.on_device, self.whole)
+            return
+        self.brought = {each: set() for each in self.codes}
+        for parameter, host in self.pairs():
+            if not any(parameter is each.weight for each in self.codes):
+                self.copied = self.side.copy(self._place(host), host.view(-1).view(torch.uint8))
+
+    def _place(self, host: torch.Tensor) -> torch.Tensor:
+        """Where a parameter's bytes are on the device."""
+        assert self.on_device is not None
+        first = host.data_ptr() - self.host[0].data_ptr()
+        return self.on_device[first : first + host.numel() * host.element_size()]
+
+    def bring(self, layer: QuantizedExperts, experts: Sequence[int]) -> None:
+        """Copy the codes of these experts to the device, unless they are there. For the layer, while it is used."""
+        if self.brought is None:
+            return
+        host, rows = self.codes[layer], math.prod(layer.shape[1:]) // layer.row_weights
+        for expert in sorted({*experts} - self.brought[layer]):
+            own = slice(expert * rows, (expert + 1) * rows)
+            layer.weight.data[own].copy_(host[own], non_blocking=True)
+        self.brought[layer].update(experts)
 
     def bind(self) -> None:
         """Point the module's parameters to the device's copy. The compute stream waits for the copy first."""
@@ -102,11 +161,8 @@ class _Part:
             return
         assert self.on_device is not None
         self.side.compute_waits(self.copied)
-        start = self.host[0].data_ptr()
-        for parameter, host in zip(self.parameters, self.host, strict=True):
-            first = host.data_ptr() - start
-            part = self.on_device[first : first + host.numel() * host.element_size()]
-            parameter.data = part.view(host.dtype).view(host.shape)
+        for parameter, host in self.pairs():
+            parameter.data = self._place(host).view(host.dtype).view(host.shape)
         self.is_used = True
 
     def release(self) -> None:
@@ -115,7 +171,7 @@ class _Part:
             return
         if not self.is_used:
             self.side.compute_waits(self.copied)  # the freed memory may be the compute stream's next tensor
-        for parameter, host in zip(self.parameters, self.host, strict=True):
+        for parameter, host in self.pairs():
             parameter.data = host
         self.on_device, self.is_used = None, False
 

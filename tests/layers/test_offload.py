@@ -5,11 +5,16 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
+from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.model.model_parts import ModelParts
+from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.sharding import weight_stream
 from fsdp_qlora.sharding.host_memory import InputStore, split_arena
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
+from tests.layers.test_routed import build
+from tests.tiny import PROBE
 
 SIZE, BLOCKS = 8, 4
 
@@ -97,6 +102,7 @@ def test_offloaded_inputs_give_the_same_gradients_in_reused_memory(
 def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Model()
+    model.config = LlamaConfig()  # type: ignore[assignment]
     expected = gradients(copy.deepcopy(model))
     wrap_blocks(model, num_blocks=recomputed, offload=False)
     modules = ModelParts.of(model).in_order  # type: ignore[arg-type]
@@ -112,11 +118,11 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
         made(self, *args)  # type: ignore[arg-type]
         streams.append(self)
 
-    def note(self: weight_stream._Part) -> None:
+    def note(self: weight_stream._Part, choices: int | None = None) -> None:
         nonlocal most
         if self.on_device is None:
             copied.append(streams[0].parts.index(self))
-        prefetch(self)
+        prefetch(self, choices)
         most = max(most, sum(part.on_device is not None for part in streams[0].parts))
 
     monkeypatch.setattr(weight_stream._WeightStream, "__init__", make)
@@ -136,3 +142,34 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
     for parameter, place in zip(frozen, on_host, strict=True):
         is_here = parameter.data_ptr() != place
         assert is_here == any(part.is_used and parameter in set(part.parameters) for part in streams[0].parts)
+
+
+@pytest.mark.quick
+def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = build("qwen3_moe", "qlora", adapted=True)
+    token, blocks = PROBE[:1, :1], find_blocks(model)
+    with torch.no_grad():
+        expected, all_expected = model(input_ids=token).logits, model(input_ids=PROBE).logits
+    for block in blocks:
+        frozen = [parameter for parameter in block.parameters() if not parameter.requires_grad]
+        places = split_arena([parameter.nbytes for parameter in frozen], pinned=False)
+        for parameter, place in zip(frozen, places, strict=True):
+            parameter.data = place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
+    bring, brought = weight_stream._Part.bring, []
+
+    def note(self: weight_stream._Part, layer: QuantizedExperts, experts: list[int]) -> None:
+        bring(self, layer, experts)
+        brought.append(None if self.brought is None else sorted(self.brought[layer]))
+
+    monkeypatch.setattr(weight_stream._Part, "bring", note)
+    weight_stream.stream_weights(model, blocks, torch.device("cpu"))  # type: ignore[arg-type]
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(127))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=token).logits, expected)
+        assert len(brought) == 2 * len(blocks) and all(each is not None and len(each) == 2 for each in brought)
+        brought.clear()
+        assert torch.equal(model(input_ids=PROBE).logits, all_expected)
+    # Their gradients, and so all that is copied, as when many tokens come.
+    model(input_ids=token).logits.sum().backward()
+    assert brought and set(brought) == {None}

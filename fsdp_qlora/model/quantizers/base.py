@@ -1,7 +1,7 @@
 """Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -254,7 +254,11 @@ class QuantizedExperts(QuantizedWeight):
 
     parameter: [experts, out, in], or [experts, in, out] where `transposed`. is_upright: keep [experts, out, in] of the
     latter too.
+
+    bring: is called with the numbers of the experts whose codes are needed next, where codes can be elsewhere.
     """
+
+    bring: Callable[[Sequence[int]], None] | None = None
 
     def __init__(self, parameter: nn.Parameter, *, transposed: bool, is_upright: bool = False, **options: Any) -> None:
         self.parameter_shape = tuple(parameter.shape)

@@ -262,6 +262,8 @@ def _multiply(
     if isinstance(base, AdaptedExperts):
         base, lora_A, lora_B = base
     is_plain = not isinstance(base, QuantizedExperts)
+    if not is_plain and base.bring:
+        base.bring([expert for expert, start in enumerate([0, *choices.ends[:-1]]) if start < choices.ends[expert]])
     dtype, weight = (computing_dtype(x), base) if is_plain else (base.compute_dtype, None)
 
     def product(group: Group) -> FrozenProduct:
