@@ -26,7 +26,7 @@ from tests.commands.test_gguf import stand_in_llama_cpp
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
-DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 # Flags in the documents that are not options of train.py.
@@ -318,7 +318,7 @@ def test_every_link_file_and_flag_of_a_document_exists(path: Path) -> None:
         assert target.exists(), target
         assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
     text = path.read_text()
-    folders = r"(?:scripts|configs|benchmarks|fsdp_qlora|tests|docs)/"
+    folders = r"(?:scripts|configs|benchmarks|examples|fsdp_qlora|tests|docs)/"
     named = set(re.findall(rf"(?<![\w/.~-]){folders}[\w./]*\w", text))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
     if path.name != "CONTRIBUTING.md":
