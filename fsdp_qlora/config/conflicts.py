@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS
+from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TAUGHT, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
@@ -137,12 +137,16 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
+    if c.objective == "distill" and c.objective_settings["beta"] > 1:
+        yield "--beta of --objective distill is between 0, KL(teacher || student), and 1, KL(student || teacher)."
+    if c.precompute_reference and c.objective == "distill":
+        yield "--precompute_reference keeps one number of an answer, and --objective distill needs all: leave it out."
     if c.precompute_reference and not c.has_reference:
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
-    if is_rated and chosen.row_kind in (TEXTS, PROMPTS):
+    if is_rated and chosen.row_kind in (TEXTS, PROMPTS, TAUGHT):
         yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
@@ -155,6 +159,11 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield (
             f"--objective {c.objective} compares with the adapter that training starts from, which is kept once more "
             "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
+        )
+    if c.objective == "distill" and (c.batching == "padded" or c.context_parallel_size != 1):
+        yield (
+            "--objective distill has the teacher behind the student in one row: leave out --batching padded "
+            "and --context_parallel_size."
         )
     if c.learn == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."

@@ -34,6 +34,8 @@ PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
 LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
 # A step's rows are answers that the model has given.
 PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo")
+# The second document is the same answer to the teacher's prompt.
+TAUGHT = RowKind("taught", 2, 1, "texts with a teacher_prompt or a teacher_system", "distill")
 
 
 @dataclass(frozen=True)
@@ -237,4 +239,5 @@ OBJECTIVES: dict[str, Objective] = {
         loss_types=("dapo", "grpo", "dr_grpo"),
         token_loss=clipped_ratio,
     ),
+    "distill": Objective(TAUGHT, has_reference=True, options=("beta", "temperature", "sft_weight"), beta=0.0),
 }

@@ -36,7 +36,7 @@ from fsdp_qlora.config.marks import (
     of_quantizer,
     one_of_names,
 )
-from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS, RowKind
+from fsdp_qlora.config.objectives import OBJECTIVES, TAUGHT, TEXTS, RowKind
 from fsdp_qlora.config.train_types import QUANT_TYPES, TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
@@ -135,8 +135,9 @@ class TrainConfig:
     # == training ==
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
     """Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and
-    a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards.
-    cpo, simpo and orpo need no reference model; that of dpo, ipo and kto runs in the same forward pass."""
+    a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards;
+    distill on the probabilities of a teacher, the frozen base with a prompt of its own. cpo, simpo and orpo need no
+    reference model; that of dpo, ipo and kto, and distill's teacher, run in the same forward pass."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
@@ -210,7 +211,8 @@ class TrainConfig:
     beta: Annotated[float | None, NOT_NEGATIVE] = None
     """Strength of a preference objective: higher values keep the model closer to the base (dpo, ipo, kto, cpo) or weigh
     the odds ratio (orpo); for simpo 2 to 2.5 is usual. For grpo, the KL weight: 0, the default, disables the
-    reference."""
+    reference. For distill, the divergence: 0, the default, is KL(teacher || student), 1 is KL(student || teacher), and
+    what is between is the generalized Jensen-Shannon divergence."""
     loss_type: Annotated[str, one_of_names(_LOSS_TYPES)] = "auto"
     """Loss of dpo and cpo: sigmoid, hinge, robust (unbiased if the share label_smoothing of the pairs is swapped),
     sigmoid_norm (sigmoid of means over tokens). For grpo, the divisor of the sum over tokens: dapo (the tokens of a
@@ -219,8 +221,8 @@ class TrainConfig:
     label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
     """Share of the pairs whose answers may be swapped: conservative with loss_type sigmoid, unbiased with robust."""
     sft_weight: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight of the usual loss on the chosen answers, beside that of the pairs; by default 1 for orpo and cpo, else
-    0."""
+    """Weight of the usual loss on the chosen answers (of distill, on all), beside that of the objective; by default 1
+    for orpo and cpo, else 0."""
     simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
     """Margin by which the chosen answer's reward should be larger in simpo."""
     kto_weights: Annotated[tuple[float, ...], ONE_OR_TWO] = (1.0, 1.0)
@@ -242,7 +244,7 @@ class TrainConfig:
     max_completion_length: Annotated[int, at_least(1)] = 512
     """Longest completion in tokens; longer ones are cut."""
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Temperature of sampling, and of the probabilities that are trained."""
+    """Temperature of sampling, and of the probabilities that are trained; of distill that of student and teacher."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation by which advantages are divided: over the completions of a prompt (group), over all of a step
     (batch), or not divided (none)."""
@@ -361,7 +363,8 @@ class TrainConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the objective compares with the model that training starts from."""
-        return OBJECTIVES[self.objective].has_reference and self.objective_settings["beta"] > 0
+        has_one = self.objective_settings["beta"] > 0 or self.objective == "distill"
+        return OBJECTIVES[self.objective].has_reference and has_one
 
     @property
     def objective_settings(self) -> dict[str, Any]:
@@ -408,7 +411,7 @@ class TrainConfig:
         """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
-        return 1e-5 if self.kind.trains == "all" or self.row_kind != TEXTS else 2e-4
+        return 1e-5 if self.kind.trains == "all" or self.row_kind not in (TEXTS, TAUGHT) else 2e-4
 
     @property
     def longest_row(self) -> int:

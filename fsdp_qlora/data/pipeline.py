@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, PROMPTS, TEXTS, RowKind
+from fsdp_qlora.config.objectives import LABELS, PAIRS, PROMPTS, TAUGHT, TEXTS, RowKind
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
 from fsdp_qlora.data.batches.rows import (
@@ -79,6 +79,11 @@ class TextOptions:
     def makes_rows(self) -> bool:
         """Whether a run's rows are completions of the dataset's, which are prompts."""
         return self.row_kind == PROMPTS
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether rows have columns of what a teacher sees."""
+        return self.row_kind == TAUGHT
 
     @property
     def requested_format(self) -> str:
@@ -147,7 +152,7 @@ class DatasetPipeline:
         text = options.text
         self.template = find_template(text.prompt_template)
         self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
-        self.used: ChooseColumns = tuple if text.makes_rows else self.requested.used
+        self.used: ChooseColumns = tuple if text.makes_rows or text.has_teacher else self.requested.used
         self.prompts: list[Prompt] = []
         self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
         named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
@@ -271,6 +276,9 @@ class DatasetPipeline:
         if text.rating_threshold is not None:
             read = partial(row_format.read, threshold=text.rating_threshold)
             row_format = dataclasses.replace(row_format, read=read)
+        if text.has_teacher:
+            taught = partial(preferences.read_taught, asked=row_format.asks[0], read=row_format.read)
+            row_format = dataclasses.replace(row_format, read=taught, row_kind=text.row_kind)
         renderer = Renderer(
             self.tokenizer, self.template, text.learn, row_format.template, self.workers, text.image_processor
         )
@@ -288,11 +296,13 @@ class DatasetPipeline:
             self._reading = reading if self.options.text.image_processor else reading.without_images()
             _check_objective(self._reading, self.options.text, first_rows, origin)
         report.dataset_format = self._reading.dataset_format
-        report.unused_columns = [column for column in self._columns if column not in self._reading.names]
+        teachers = preferences.TEACHERS if self.options.text.has_teacher else ()
+        report.unused_columns = [column for column in self._columns if column not in {*self._reading.names, *teachers}]
         named: list[tuple[int, Row]] = []
         for row_number, row, folder in rows:
             try:
-                named.append((row_number, {**self._reading.named(row), FOLDER: folder}))
+                of_teacher = {name: row[name] for name in teachers if name in row}
+                named.append((row_number, {**self._reading.named(row), **of_teacher, FOLDER: folder}))
             except BadRow as reason:
                 report.reject(row_number, str(reason))
         return named
@@ -360,7 +370,9 @@ def _right_answer(row: Row, said: str | None) -> object:
 def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
     kind, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
-    if kind == wanted:
+    can_teach = kind == TEXTS and FORMATS[reading.dataset_format].asks
+    has_prompt = any(row.keys() & {*preferences.TEACHERS} for row in first_rows)
+    if kind == wanted or (options.has_teacher and can_teach and has_prompt):
         return
     if wanted != TEXTS:
         raise UserError(

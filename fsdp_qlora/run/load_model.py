@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import PAIRS, LossSettings
+from fsdp_qlora.config.objectives import PAIRS, TAUGHT, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.micro_batch import Collator
@@ -48,6 +48,7 @@ from fsdp_qlora.sharding.parallelize import kept_gathered, materialize, shard_mo
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
+from fsdp_qlora.training.divergence import Teacher
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
@@ -157,7 +158,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     quantizer = config.kind.quantizer
     is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
     probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
-    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, probed)
+    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(config, plan, probed)
     optimizer = ShardedOptimizer(
         model,
         config.optimizer,
@@ -165,6 +166,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
+    settings = config.pick(LossSettings, **config.objective_settings)
     control, context = control or Control(), join_context(ranks, plan.placed.layout.context_size)
     if context.size > 1:
         check_context(probed, context)
@@ -176,6 +178,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
+        has_teacher=config.row_kind == TAUGHT,
         image_processor=plan.data.image_processor,
         model_arguments=inspect.signature(type(model).forward).parameters,
     )
@@ -187,6 +190,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         attention=None if schedule.padding else plan.model.documents,
         reference=ReferencePass(model) if config.has_reference_beside else None,
         temperature=config.temperature,
+        teacher=Teacher(settings.beta, bool(settings.sft_weight)) if config.objective == "distill" else None,
         context=context,
         heartbeat=control.heartbeat,
         towers=[*plan.model.meta.parts.towers.values()],
@@ -204,7 +208,6 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
     )
-    settings = config.pick(LossSettings, **config.objective_settings)
     objective = make_objective(config.objective, settings, context)
     return Trainer(forward, optimizer, objective, options, control)
 
@@ -225,11 +228,16 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     return dataclasses.replace(data, train=tables[0], evaluation=tables[-1])
 
 
-def padded_if_needed(plan: Plan, probed: Probed) -> Schedule:
+def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
-    if (reason := probe_packing(probed)) is None:
-        if layers := layers_apart(probed.model):
-            log.info("Rows are computed apart in layers that mix tokens without attention: %s.", ", ".join(layers))
+    reason, apart = probe_packing(probed), ", ".join(layers_apart(probed.model))
+    if config.row_kind == TAUGHT and (reason or apart):
+        raise UserError(
+            f"--objective distill: a teacher's tokens cannot follow the student's in this model: {reason or apart}."
+        )
+    if reason is None:
+        if apart:
+            log.info("Rows are computed apart in layers that mix tokens without attention: %s.", apart)
         return plan.schedule
     if plan.placed.layout.context_size > 1:
         name = type(probed.model).__name__

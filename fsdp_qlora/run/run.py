@@ -167,9 +167,10 @@ def show_samples(config: TrainConfig) -> str:
     folder, model_config, tokenizer = read_model(config)
     options, longest = data_options(config, folder, tokenizer), models.most_positions(model_config)
     data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
+    sides = ("student", "teacher") if config.objective == "distill" else ()
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
-        describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)
+        describe_sample(data.train, int(row), tokenizer, sides=sides, in_colour=in_colour)
         for row in data.train_rows[: int(str(config.dry_run).partition("=")[2] or 3)]
     )
 

@@ -3,14 +3,17 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.data.batches.micro_batch import BESIDE
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.models import find_blocks
@@ -22,7 +25,7 @@ class RecomputedBlock(ActivationWrapper):
 
     is_on: if False, all activations are kept and nothing is recomputed. Results are the same to the bit.
     store: keeps the input on the host; None if it stays on the device.
-    follow: called with this block, its output and its arguments while its weights are gathered (see `ReferencePass`).
+    follow: computes the output, of this block and its arguments, while its weights are gathered (see `ReferencePass`).
     """
 
     is_on = True
@@ -30,13 +33,12 @@ class RecomputedBlock(ActivationWrapper):
     def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
         super().__init__(block)
         self.store = store
-        self.follow: Callable[[RecomputedBlock, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.follow: Callable[[RecomputedBlock, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._forward(*args, **kwargs)
-        return self.follow(self, output, args, kwargs) if self.follow else output
+        return self.follow(self, args, kwargs) if self.follow else self.compute(*args, **kwargs)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         if not self.is_on or not torch.is_grad_enabled():
             return block(*args, **kwargs)
@@ -93,6 +95,9 @@ class ReferencePass:
     A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and
     holds the hidden states of one block at a time. After the last block they are appended to the policy's in the batch
     dim, so that the model's own code computes the rest, which has no adapters.
+
+    A teacher has tokens of its own: they follow the student's in one row (data/batches/micro_batch.py). Its hidden
+    states do so before the first and after the last block, and between them each has its own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -112,8 +117,10 @@ class ReferencePass:
             for block in self._adapted:
                 block.follow = None
 
-    def _follow(self, block: RecomputedBlock, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference's block after the policy's."""
+    def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the policy's block and, after it, the reference's."""
+        own, beside = take_apart(args, kwargs, has_both=self._hidden is None)
+        output, (args, kwargs) = block.compute(*own[0], **own[1]), beside
         hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
         # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
         # Where blocks tell later ones their keys and values, the reference's have a mapping of their own.
@@ -126,6 +133,34 @@ class ReferencePass:
             self._hidden = reference
             return output
         self._hidden, self._told = None, {}
+        dim = 0 if own is beside else 1
         if isinstance(output, torch.Tensor):
-            return torch.cat([output, reference])
-        return torch.cat([output[0], reference]), *output[1:]
+            return torch.cat([output, reference], dim)
+        return torch.cat([output[0], reference], dim), *output[1:]
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_both: bool) -> tuple[Arguments, Arguments]:
+    """A block's arguments for the student's tokens, and for the teacher's behind them; twice the same without any.
+
+    A tensor with a dim of as many values as tokens is divided along it; what describes the documents is there twice.
+
+    Args:
+        has_both: whether the hidden states, which come first, are of both.
+    """
+    of_teacher = {name.removeprefix(BESIDE): value for name, value in kwargs.items() if name.startswith(BESIDE)}
+    if not of_teacher:
+        return ((args, kwargs),) * 2
+    sizes = [sum(told["document_lengths"]) for told in (kwargs, of_teacher)]
+
+    def part(index: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or sum(sizes) not in value.shape:
+            return value
+        return value.split(sizes, dim=value.shape.index(sum(sizes)))[index]
+
+    hidden = args[0].split(sizes, dim=1) if has_both else args[:1] * 2
+    others = args[1:], {name: value for name, value in kwargs.items() if not name.startswith(BESIDE)}
+    own, beside = (tree_map(partial(part, index), others) for index in range(2))
+    return ((hidden[0], *own[0]), own[1]), ((hidden[1], *beside[0]), beside[1] | of_teacher)

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents
+from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents, inputs_with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
@@ -27,7 +28,9 @@ from fsdp_qlora.sharding.parallelize import gathered, reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
+from fsdp_qlora.training.divergence import Teacher
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
+from fsdp_qlora.utils.errors import UserError
 
 
 @dataclass(eq=False)
@@ -36,7 +39,8 @@ class ForwardPass:
 
     collator: makes them. attention: the implementation for documents, as of the model's plan; None if rows are padded.
     reference: computes what the policy is compared with in the same pass. temperature: that logits are divided by.
-    context: the ranks that share this one's micro-batches. towers: the parts that compute images.
+    teacher: what a divergence is from. context: the ranks that share this one's micro-batches. towers: the parts that
+    compute images.
     """
 
     model: PreTrainedModel
@@ -46,6 +50,7 @@ class ForwardPass:
     attention: str | None = None
     reference: ReferencePass | None = None
     temperature: float = 1.0
+    teacher: Teacher | None = None
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     towers: Sequence[nn.Module] = ()
@@ -63,20 +68,25 @@ class ForwardPass:
         documents = {} if self.collator.schedule.padding else describe_documents([input_ids.shape[1]])
         # Every rank has all of these tokens, and shares none of them.
         attention = attending(self.model, self.attention)
-        with attention, self.precision.autocasting(self.ranks.device), same_tokens(self.model, input_ids):
+        with attention, self.precision.autocasting(self.ranks.device):
             inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
             if self.reference:
-                probes.check_reference(self.model, self.reference, inputs)
-            head_loss = probes.probe_head_loss(self.model, inputs, self.temperature)
+                beside = inputs_with_teacher(inputs, inputs) if self.collator.has_teacher else inputs
+                probes.check_reference(self.model, self.reference, inputs, beside)
+            with same_tokens(self.model, input_ids):
+                head_loss = probes.probe_head_loss(self.model, inputs, self.temperature)
             self.loss_of_tokens = head_loss or self.loss_of_tokens
+        if self.teacher and not head_loss:
+            raise UserError("--objective distill needs the loss in chunks, which this model does not allow.")
 
     def token_losses(
-        self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
+        self, batch: MicroBatch, *, reduction: Reduction | Literal["divergence"], alone: bool = False
     ) -> tuple[torch.Tensor, MicroBatch]:
         """The losses of a micro-batch's targets, float32, and the micro-batch on the device.
 
         Args:
-            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with the reference's.
+            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with the reference's;
+                "divergence" from the teacher, [2, N], or [3, N] with the losses.
             alone: without the reference.
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
@@ -86,6 +96,9 @@ class ForwardPass:
         )
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
+        if reduction == "divergence":
+            assert self.teacher is not None
+            reduction = self.teacher
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
             losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, reduction=reduction)
         return losses, on_device

@@ -7,7 +7,7 @@ pairs the chosen and the rejected answer take turns.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class TokenMean:
     context: the ranks that share each micro-batch.
     """
 
-    reduction: Reduction = "sum"
+    reduction: Reduction | Literal["divergence"] = "sum"
 
     def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
         self.row, self.settings, self.context = row, settings, context
@@ -201,8 +201,27 @@ class Policy(TokenMean):
         return {name: total / totals.num_targets for name, total in zip(self.metric_names, sums[1:], strict=True)}
 
 
+class Distillation(TokenMean):
+    """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their own loss."""
+
+    reduction = "divergence"
+
+    def _metric_names(self) -> Iterator[str]:
+        yield from ("divergence", "agreement", *(["nll_loss"] if self.settings.sft_weight else []))
+
+    def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
+        sums = losses.sum(dim=1)
+        loss = sums[0] + (self.settings.sft_weight or 0.0) * sums[2:].sum()
+        return torch.stack([loss, *sums.detach()])
+
+    def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
+        return {name: total / totals.divisor for name, total in zip(self.metric_names, sums[1:], strict=True)}
+
+
 # By the name of the kind of rows, see config/objectives.py.
-KINDS: dict[str, type[TokenMean]] = {"texts": TokenMean, "pairs": Pairs, "labels": Labels, "prompts": Policy}
+KINDS: dict[str, type[TokenMean]] = {
+    **{"texts": TokenMean, "pairs": Pairs, "labels": Labels, "prompts": Policy, "taught": Distillation}
+}
 
 
 def make_objective(

@@ -79,19 +79,21 @@ def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any], temperatu
 
 
 @torch.no_grad()
-def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Mapping[str, Any]) -> None:
+def check_reference(
+    model: PreTrainedModel, reference: ReferencePass, inputs: Mapping[str, Any], both: Mapping[str, Any]
+) -> None:
     """Make sure that the reference beside the policy is what it is alone. Called on every rank.
 
     Args:
-        inputs: as for `probe_head_loss`.
+        inputs: as for `probe_head_loss`. both: the same, or with these tokens as a teacher's behind them.
     Raises:
         UserError: the model's blocks tell each other more than hidden states, or refuse two batches in one.
     """
     other_way = "Compute it before: --precompute_reference true."
     model.eval()
     try:
-        with reference.beside_policy():
-            beside = model(**inputs, use_cache=False).logits
+        with reference.beside_policy(), same_tokens(model, both["input_ids"].cpu()):
+            beside = model(**both, use_cache=False).logits
     except (RuntimeError, ValueError, IndexError) as error:
         if not re.search(r"\b(shape|size|dimension)s?\b", str(error)):  # of a lost rank, or of memory
             raise
@@ -100,9 +102,10 @@ def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Ma
             f"{name} refuses a reference beside the model that trains ({first_line(error)}). {other_way}"
         ) from error
     reshard_all(model)
-    with as_at_start(adapted_layers(model)):
+    with as_at_start(adapted_layers(model)), same_tokens(model, inputs["input_ids"].cpu()):
         alone = model(**inputs, use_cache=False).logits
     reshard_all(model)
+    beside = beside.view(-1, *alone.shape[1:])  # behind the policy's in the batch, or in the row
     most = _most((beside[len(alone) :] - alone).float().norm() / alone.float().norm())
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.utils.errors import UserError
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
+BESIDE = "beside_"  # before the names of the arguments of `describe_documents` for the teacher's documents
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class MicroBatch:
     input_ids: torch.Tensor
     """int64 [B, T]."""
     target_rows: torch.Tensor
-    """Which of the model's B * T outputs predict a target, int64 [N]."""
+    """Which of the model's B * T outputs predict a target, int64 [N]; where a teacher's documents follow, [2 * N]."""
     targets: torch.Tensor
     """The tokens to predict, int64 [N]; -100 counts nothing."""
     num_targets: list[int]
@@ -103,11 +105,24 @@ class MicroBatch:
         missing = max(len(batch.targets) for batch in batches) - len(self.targets)
         return dataclasses.replace(
             self,
-            target_rows=F.pad(self.target_rows, (0, missing)),
+            target_rows=F.pad(self.target_rows.view(-1, len(self.targets)), (0, missing)).flatten(),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
             answers={name: F.pad(values, (0, missing)) for name, values in self.answers.items()},
             tokens_of_ranks=[batch.input_ids.flatten() for batch in batches],
         )
+
+
+def with_teacher(student: MicroBatch, teacher: MicroBatch) -> MicroBatch:
+    """Documents with the teacher's behind them, which have the same targets; `ReferencePass` takes them apart."""
+    inputs = inputs_with_teacher(student.model_inputs, teacher.model_inputs)
+    rows = torch.cat([student.target_rows, teacher.target_rows + student.input_ids.numel()])
+    return dataclasses.replace(student, input_ids=inputs.pop("input_ids"), target_rows=rows, documents=inputs)
+
+
+def inputs_with_teacher(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's arguments for the tokens of both, one behind the other."""
+    joined = {name: torch.cat([student[name], teacher[name]], dim=1) for name in ("input_ids", "position_ids")}
+    return {**student, **{f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined}, **joined}
 
 
 def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
@@ -261,7 +276,8 @@ class Collator:
     """Makes one rank's micro-batches.
 
     context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary with this one and
-    itself. shares_prompts: the model computes the common prefix of a pair once. image_processor: for rows with images;
+    itself. shares_prompts: the model computes the common prefix of a pair once. has_teacher: a row's second document
+    is its teacher's. image_processor: for rows with images;
     model_arguments: of the model's forward pass.
     """
 
@@ -271,6 +287,7 @@ class Collator:
     context_size: int = 1
     sharing_ranks: Sequence[int] = ()
     shares_prompts: bool = False
+    has_teacher: bool = False
     image_processor: ImageProcessor | None = None
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -309,13 +326,10 @@ class Collator:
     def _sequences(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
         if self.schedule.padding:
             return pad_rows(table, rows, pad_token_id=self.pad_token_id)
-        return concatenate_rows(
-            table,
-            rows,
-            pad_token_id=self.pad_token_id,
-            shares_prompts=self.shares_prompts,
-            num_parts=self.context_size,
-        )
+        concatenated = partial(concatenate_rows, pad_token_id=self.pad_token_id)
+        if self.has_teacher:
+            return with_teacher(concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1))
+        return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size)
 
     def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None
@@ -347,7 +361,7 @@ class Batches:
     @property
     def num_targets(self) -> int:
         """Tokens to predict, of all ranks."""
-        return int(self.table.num_targets[self.rows].sum())
+        return int(self.table.document_targets[self.table.learned_documents(self.rows)].sum())
 
     def sizes(self) -> dict[str, Any]:
         """Entries of a step's record that follow from its rows."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS, RowKind
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TAUGHT, TEXTS, RowKind
 from fsdp_qlora.data.batches.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, TokenizedRows
 from fsdp_qlora.data.content import BadRow, Rendered, Row, Segment, SourceFile
 from fsdp_qlora.data.sources.source import DUMMY
@@ -22,6 +22,7 @@ _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
 IMAGE_TOKEN = "its text has the token that stands for an image, a video or sound in this model"
+OTHER_ANSWER = "its answer has other tokens behind the teacher's prompt than behind its own"
 NO_END = "what is learned does not end with a token at which a model stops"
 
 Ids = list[int]
@@ -74,8 +75,8 @@ def tokenize_batch(
     report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     lengths = [len(row.ids) + row.num_cut for row in encoded]
-    if row_format.row_kind == PAIRS:
-        encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
+    if join := {PAIRS: _pair, TAUGHT: _taught}.get(row_format.row_kind):
+        encoded = [join(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
         lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
     if row_format.row_kind == LABELS:
@@ -90,6 +91,18 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
     two |= {"num_cut": chosen.num_cut + rejected.num_cut, "notes": chosen.notes + rejected.notes}
     return chosen._replace(reason=chosen.reason or rejected.reason, **two)
+
+
+def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
+    """The same answer to two prompts as one row of two documents, as far as the context has room for it in both."""
+    sides = [(side.ids, side.learned & (np.arange(len(side.ids)) > 0)) for side in (student, teacher)]
+    answers = [ids[learned] for ids, learned in sides]
+    num = min(map(len, answers))
+    is_same = np.array_equal(answers[0][:num], answers[1][:num])
+    masks = [learned & (np.cumsum(learned) <= num * is_same) for _, learned in sides]
+    two = join_sides([ids for ids, _ in sides], masks)
+    two |= {"num_cut": student.num_cut + teacher.num_cut, "notes": student.notes + teacher.notes}
+    return student._replace(reason=student.reason or teacher.reason or ("" if is_same else OTHER_ANSWER), **two)
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -119,7 +132,9 @@ def dummy_rows(
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
-    tokenized = _flatten([EncodedRow(i, row, learned, split=split) for i, row in enumerate(ids, start=1)])
+    desired = True if kind == TAUGHT else None
+    numbered = enumerate(ids, start=1)
+    tokenized = _flatten([EncodedRow(i, row, learned, split=split, desired=desired) for i, row in numbered])
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -181,12 +196,21 @@ def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokeniz
 
 
 def describe_sample(
-    tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
+    tokenized: TokenizedRows,
+    row: int,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sides: Sequence[str] = (),
+    in_colour: bool = False,
 ) -> str:
-    """The text of one row for people: each masked or learned span under a heading, or what is learned in green."""
-    texts, sides = [], ["chosen", "rejected"]
-    if len(tokenized.desired):
-        sides = ["desired" if tokenized.desired[row] else "not desired"]
+    """The text of one row for people: each masked or learned span under a heading, or what is learned in green.
+
+    sides: names of its documents, if they are neither a pair nor an answer with a label.
+    """
+    texts: list[str] = []
+    if not sides:
+        labels = ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
+        sides = labels or ["chosen", "rejected"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
         bounds = slice(*tokenized.document_offsets[document : document + 2])
         ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]

@@ -1,11 +1,12 @@
 """Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or ratings."""
 
 import contextlib
+import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fsdp_qlora.data.content import BadRow, Chat, Fields, PreferenceRow, Rendere
 from fsdp_qlora.data.text import chats
 
 SIDES = ("chosen", "rejected")
+TEACHERS = ("teacher_prompt", "teacher_system")  # columns of what a teacher sees instead of the student's
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 # Prompts that are filled into a template, as where texts are rows.
 INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
@@ -58,6 +60,29 @@ def read_pair(row: Row) -> PreferenceRow:
     if not prompt or any(_is_prompt(side[0]) for side in sides):
         raise BadRow("chosen and rejected begin with different prompts")
     return PreferenceRow([_answer(row, name, prompt, side) for side in sides])
+
+
+def read_taught(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
+    """A row as the student sees it, and with the teacher's prompt and system prompt. Raises BadRow.
+
+    Args:
+        asked: the column of the prompt, or of the turns, of whose last question the teacher's takes the place.
+    """
+    prompt, system = (text_of(row, name, required=False) for name in TEACHERS)
+    if not (prompt or system):
+        raise BadRow(f"neither {' nor '.join(TEACHERS)} is filled")
+    other = dict(row) | ({"system": system} if system else {})
+    if not isinstance(row.get(asked), str) or asked in CHATS:
+        said = chats.turns(row.get(asked), asked)
+        roles = [chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) for turn in said]
+        if prompt and "user" in roles:
+            last = len(roles) - 1 - roles[::-1].index("user")
+            said[last] |= {"value" if "value" in said[last] else "content": prompt}
+        is_kept = [not (system and role in ("system", "developer")) for role in roles]
+        other[asked] = list(itertools.compress(said, is_kept))
+    elif prompt:
+        other[asked] = prompt
+    return PreferenceRow([read(row), read(other)], [True, True])
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:

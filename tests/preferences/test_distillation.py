@@ -1,0 +1,158 @@
+"""Distillation against a plain loop of PEFT with losses in float64: from a teacher beside the student, and offline."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from fsdp_qlora.model.adapters.first_values import first_adapter_value
+from tests.layers.test_divergence import divergence, grouped
+from tests.reference import encode, load_base, peft_model
+from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+Encoded = list[tuple[torch.Tensor, torch.Tensor]]
+STEPS, LR, RANK = 5, 0.5, 4
+# name -> (ranks, options)
+SELF: dict[str, tuple[int, dict[str, Any]]] = {
+    "forward": (1, {"beta": 0.0, "batch_size": 8}),
+    "jsd": (2, {"beta": 0.5, "batch_size": 2, "gradient_accumulation_steps": 2, "temperature": 1.5}),
+    "reverse": (2, {"beta": 1.0, "batch_size": 4, "sft_weight": 0.3, "temperature": 0.7, "recompute": "none"}),
+}
+
+
+def taught_rows(count: int) -> list[dict[str, str]]:
+    """Rows whose teacher is told the answer; some of them also by a longer text."""
+    return [
+        {**row, "teacher_prompt": f"{row['instruction']} with {'sort ' * (i % 3)}{row['output']}"}
+        for i, row in enumerate(make_rows(count))
+    ]
+
+
+def of_teacher(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{**row, "instruction": row["teacher_prompt"]} for row in rows]
+
+
+def learned_logits(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False).logits[0, :-1][labels[0, 1:] != -100].double()
+
+
+def distill_plainly(
+    folder: Path, student: Encoded, teachers: list[torch.Tensor], *, k: int = 0, **options: Any
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Full-batch steps of SGD: losses, gradient norms and the adapter. teachers: logits of each row's answer."""
+    torch.manual_seed(0)
+    model = peft_model(load_base(folder, four_bit=False), r=RANK, lora_alpha=8).train()
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    for name, parameter in trained.items():
+        parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42))
+    optimizer, losses, norms = torch.optim.SGD(trained.values(), lr=LR), [], []
+    temperature, count = options.get("temperature", 1.0), sum(map(len, teachers))
+    for _ in range(STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for (ids, labels), logits in zip(student, teachers, strict=True):
+            own = learned_logits(model, ids, labels)
+            logps, taught = ((each / temperature).log_softmax(-1) for each in (own, logits))
+            if k:
+                best = taught.topk(k).indices
+                # As it is stored: in 16 bits, and normalized again.
+                logps, taught = grouped(logps, best), grouped(taught, best).half().double().log_softmax(-1)
+            total = total + divergence(logps, taught, options["beta"]).sum()
+            targets = labels[0, 1:][labels[0, 1:] != -100]
+            total = total + options.get("sft_weight", 0.0) * F.cross_entropy(own, targets, reduction="sum")
+        (total / count).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item() / count)
+    return losses, norms, get_peft_model_state_dict(model)
+
+
+def run_options(model: Path, rows: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        **{"model_name": model, "dataset": rows, "objective": "distill", "train_type": "lora", "lora_alpha": 8},
+        **{"precision": "fp32", "optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "warmup": 0},
+        **{"num_epochs": STEPS, "lora_rank": RANK, **changed},
+    }
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_same(output: Path, expected: tuple[list[float], list[float], dict[str, torch.Tensor]]) -> None:
+    losses, norms, adapter = expected
+    steps = [record for record in records(output) if "grad_norm" in record]
+    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-5)
+    found = load_file(output / "adapter_model.safetensors")
+    assert found.keys() == adapter.keys()
+    for name, values in found.items():
+        assert (values - adapter[name]).norm() <= 1e-5 * adapter[name].norm(), name
+
+
+@pytest.mark.parametrize("case", SELF)
+def test_five_steps_from_its_own_base_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
+    model, rows, (ranks, options) = models("llama"), taught_rows(8), SELF[case]
+    base = load_base(model, four_bit=False)
+    with torch.no_grad():
+        teachers = [learned_logits(base, *encoded) for encoded in encode(model, of_teacher(rows))]
+    expected = distill_plainly(model, encode(model, rows), teachers, **options)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    train_ok(ranks, tmp_path / "out", **run_options(model, file, **options))
+    check_same(tmp_path / "out", expected)
+    last = records(tmp_path / "out")[-1]
+    assert 0 < last["agreement"] < 1 and ("nll_loss" in last) == ("sft_weight" in options)
+
+
+def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path: Path) -> None:
+    """Of formats that ask; a row without a teacher's prompt is left out."""
+    text = {"prompt": "sort", "completion": " blue river", "teacher_prompt": "please sort"}
+    asked = [{"role": "system", "content": "name"}, {"role": "user", "content": "sort"}]
+    chat = {"messages": [*asked, {"role": "assistant", "content": "blue"}], "teacher_system": "river"}
+    shown = {"question": ("list", "blue</s>"), "text": ("please sort", " blue river</s>")}
+    shown |= {"system": ("river\n", " blue"), "both": ("list", " blue")}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "text": [text, {**text, "teacher_prompt": ""}],
+        "system": [chat],
+        "both": [{**chat, "teacher_prompt": "list"}],
+        "question": [{"question": "sort", "answer": "blue", "teacher_prompt": "list"}],
+    }
+    for name, (prompt, answer) in shown.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+        template = "plain" if name in ("text", "question") else "user_assistant"
+        options = run_options(models("llama"), file, prompt_template=template, max_bad_rows=0.8, dry_run="samples")
+        statuses, said = run_ranks(1, flags(output_dir=tmp_path / name, context_length=64, **options), tmp_path / name)
+        assert statuses == [0] and ("nor teacher_system is filled" in said) == (name == "text"), said
+        student, teacher = (part.split("--- learned") for part in said.split(", teacher, ")[-2:])
+        assert student[1].partition("---\n")[2].startswith(answer) and prompt in teacher[0] and prompt not in student[0]
+        assert teacher[1].partition("---\n")[2].startswith(answer) and "name" not in teacher[0]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"beta": 1.5}, "--beta of --objective distill is between 0"),
+    ({"batching": "padded"}, "leave out --batching padded"),
+    ({"precompute_reference": True}, "needs all: leave it out"),
+    ({"train_type": "full"}, "trains an adapter on a frozen model"),
+]
+
+
+def test_what_a_teacher_beside_the_student_cannot_do_is_refused(models: Models, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    refused = [*REFUSED, ({}, "learns from texts with a teacher_prompt or a teacher_system")]
+    refused += [({"model_name": models("falcon_h1")}, "a teacher's tokens cannot follow")]
+    for number, (changed, words) in enumerate(refused):
+        if "model_name" in changed:
+            file = write_rows(tmp_path / "taught.jsonl", taught_rows(4))
+        argv = flags(
+            output_dir=tmp_path / str(number), log_to="stdout", **run_options(models("llama"), file, **changed)
+        )
+        statuses, said = run_ranks(1, argv, tmp_path / f"{number}_logs")
+        assert statuses == [2] and words in said, said[-2000:]
