@@ -184,17 +184,19 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
 
 def quantize_options(parser: argparse.ArgumentParser) -> None:
     _add_folders(parser)
-    parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
-    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="scales too (default: true)")
+    types, help = ("nf4", "fp4", "mxfp4", "nvfp4", "fp8"), "format of the weights (default: nf4)"
+    parser.add_argument("--quant_type", "--format", choices=types, default="nf4", help=help)
+    help = "of nf4 and fp4: quantize scales too (default: true)"
+    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help=help)
     parser.add_argument(
         "--trust_remote_code", choices=["true", "false"], default="false", help="run the model's code (default: false)"
     )
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without a
-    GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: bitsandbytes has
-    no format for experts).
+    """Save a model in bitsandbytes' 4-bit format (nf4, fp4) or in one of compressed-tensors (mxfp4, nvfp4, fp8), as a
+    folder that training and transformers load, with or without a GPU and a piece of a tensor in memory at a time (a
+    mixture of experts in nf4 or fp4 is loaded by training only: bitsandbytes has no format for experts).
     """
     model, out = _folders(args)
     from fsdp_qlora.export.model_folder import quantize_model

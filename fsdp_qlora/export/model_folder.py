@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,18 @@ from torch import nn
 from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
+from fsdp_qlora.config.train_types import QUANT_TYPES
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.base import packed_forms
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
-from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, EXPERTS_KEY, take_packed
+from fsdp_qlora.model.quantizers.nvfp4 import global_scale
+from fsdp_qlora.model.quantizers.packed import (
+    BITSANDBYTES,
+    EXPERTS_KEY,
+    compressed_config,
+    compressed_forms,
+    take_packed,
+)
 from fsdp_qlora.model.quantizers.routed import quantizable_weights, route_experts
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors, quantized_layers
@@ -94,15 +102,17 @@ def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
 
 
 def read_pieces(
-    weight_files: WeightFiles, sources: Mapping[str, str], title: str
+    weight_files: WeightFiles, sources: Mapping[str, str], title: str, unit: Callable[[str], int] = lambda name: 1
 ) -> Iterator[tuple[str, TensorSlice, torch.Tensor]]:
     """Yield tensors in pieces of bounded size, read ahead, with a progress bar on a terminal.
 
-    sources: name of a new tensor -> name of its source in `weight_files`.
+    sources: name of a new tensor -> name of its source in `weight_files`. unit: elements of a new tensor that come
+    together.
     """
     jobs = []
     for name, source in sources.items():
         count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
+        size = max(1, size // unit(name)) * unit(name)
         jobs += [(name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)]
     total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
     with tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()) as bar:
@@ -115,7 +125,7 @@ def read_pieces(
 def quantize_model(
     model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
 ) -> None:
-    """Write a model folder in 4 bits, with the weights quantized that a qlora run would quantize."""
+    """Write a model folder with the weights quantized that a qlora run would quantize."""
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
@@ -125,27 +135,61 @@ def quantize_model(
     if stored:
         log.info(stored.describe_decoding(quantizes=True))
     weight_files = WeightFiles(folder, stored)
+    names = list(weight_files.files)
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
-    options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
-    has_experts = quantize_layers(model, linears, experts, "bnb_4bit", **options)
+    quantizer = QUANT_TYPES[quant_type]
+    options = {} if quantizer != BITSANDBYTES else {"quant_type": quant_type, "double_quant": double_quant}
+    weights = match_tensors(model, weight_files)
+    has_experts = quantize_layers(model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options)
+    plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    content = read_json(folder / "config.json")
+    if quantizer != BITSANDBYTES:
+        content["quantization_config"] = compressed_config(quant_type, plain)
+        with new_model_folder(out, folder, content) as partial:
+            _write_published(partial, weights, names, [*quantized_layers(model)], quant_type, content)
+        return
     if has_experts:
         log.info(
             "The experts are in 4 bits too, for which bitsandbytes has no format: training can load the saved model, "
             "transformers cannot."
         )
-    weights = match_tensors(model, weight_files)
-    content = read_json(folder / "config.json")
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
+        llm_int8_skip_modules=plain,
     )
     content["quantization_config"] = quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
+
+
+def _write_published(
+    folder: Path, weights: Weights, names: Sequence[str], quantized: Sequence[str], quant_type: str, content: Any
+) -> None:
+    """Write weights in a format of compressed-tensors.
+
+    names: of the tensors in the model's files. quantized: of the model's weights. content: of config.json.
+    """
+    files, forms = weights.files, {name: weights.files.form(name) for name in names}
+    chosen = {part.name: part.name for name in quantized for part in files.parts(weights.sources[name])}
+    for name in chosen:
+        forms |= compressed_forms(quant_type, name, forms.pop(name).shape)
+    target = new_weights(folder, forms)
+    new = WeightFiles(folder, take_packed(PretrainedConfig(**content), ""))
+    if quant_type == "nvfp4":
+        largest = dict.fromkeys(chosen, torch.zeros(()))
+        for name, _, values in read_pieces(files, chosen, "Measuring"):
+            largest[name] = torch.maximum(largest[name], values.abs().max().float())
+        for name, value in largest.items():
+            target.write(f"{name}_global_scale", 0, global_scale(value))
+    everything = dict(zip(names, names, strict=True))
+    for name, part, values in read_pieces(files, everything, "Quantizing", new.unit):
+        check_finite(values, name)
+        for tensor, start, encoded in new.encode(name, part.start, values):
+            target.write(tensor, start * encoded.element_size(), encoded)
 
 
 def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:

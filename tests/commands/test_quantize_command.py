@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export import model_folder
 from fsdp_qlora.utils import safetensors_files
+from tests.loading.test_published import save_compressed
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
@@ -63,6 +65,36 @@ def test_saved_experts_train_as_the_weights_they_were_made_of(
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
     # What is quantized and how much of it.
     assert re.findall("^Model: .*$", saved, re.MULTILINE) == re.findall("^Model: .*$", ours, re.MULTILINE) != []
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "fp8"])
+def test_a_saved_published_format_is_the_one_of_its_library(
+    form: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "_PIECE_BYTES", 4096)  # weights in several pieces
+    source, out, reference = models("llama"), tmp_path / "out", tmp_path / "reference"
+    assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
+    save_compressed(source, reference, "fp8 rows" if form == "fp8" else form, ignore=["lm_head"])
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, reference))
+    assert ours.keys() == theirs.keys() and len(ours) > 30
+    for name, value in theirs.items():
+        found = ours[name]
+        assert found.shape == value.shape and torch.equal(found.view(torch.uint8), value.view(torch.uint8)), name
+    # transformers' forward pass with what the library decodes.
+    kind = {"dtype": torch.float32, "quantization_config": CompressedTensorsConfig(run_compressed=False)}
+    logits = [AutoModelForCausalLM.from_pretrained(folder, **kind)(PROBE).logits for folder in (out, reference)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "family"), [("mxfp4", "qwen3_moe"), ("nvfp4", "llama"), ("fp8", "qwen3_moe")])
+def test_a_saved_published_format_is_trained_as_it_is(form: str, family: str, models: Models, tmp_path: Path) -> None:
+    source, out = models(family, **FAMILIES.get(family, {})), tmp_path / "model"
+    assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
+    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "bf16"}
+    train_ok(2, tmp_path / "ours", model_name=source, quant_type=form, **common)
+    assert "trained on as they are" in train_ok(2, tmp_path / "saved", model_name=out, **common)
+    assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
 
 
 def test_quantize_refuses_bad_input_and_leaves_nothing(

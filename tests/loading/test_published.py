@@ -3,7 +3,7 @@ they are."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,10 @@ INTEGERS: dict[str, dict] = {
 }
 
 
-def save_compressed(source: Path, folder: Path, form: str) -> None:
+LEFT_OUT = ("lm_head", "re:.*layers.1.mlp.down_proj")
+
+
+def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str] = LEFT_OUT) -> None:
     """Quantize the blocks' linear layers but one with compressed-tensors, and save as people publish it."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import ModelCompressor
@@ -54,7 +57,7 @@ def save_compressed(source: Path, folder: Path, form: str) -> None:
     arguments = QuantizationArgs(dynamic=False, **given)
     unpacked = {"format": "int-quantized"} if form.startswith("int8") else {}
     scheme = QuantizationScheme(targets=["Linear"], weights=arguments, **unpacked)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head", "re:.*layers.1.mlp.down_proj"])
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is None:

@@ -17,7 +17,6 @@ from fsdp_qlora.model.quantizers.base import (
 )
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
 
 
@@ -87,15 +86,15 @@ class Fp8Weight(QuantizedWeight):
             torch.mul(values[whole * height :], scale[whole:], out=out[whole * height :])
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return _quantize_rows(values.view(-1, self.row_weights))[0]
+        return quantize_blocks(values.view(-1, self.row_weights))[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        codes, scale = _quantize_rows(weight.reshape(-1, self.row_weights))
+        codes, scale = quantize_blocks(weight.reshape(-1, self.row_weights))
         return self.decode_tensors(self.whole, self.compute_dtype, codes, scale)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        codes, scale = _quantize_rows(values.view(-1, self.row_weights))
+        codes, scale = quantize_blocks(values.view(-1, self.row_weights))
         padding = self.weight.shape[1] * self.weight.element_size() - self.row_weights
         write_bytes(self.weight, F.pad(codes.view(torch.uint8), (0, padding)))
         write_bytes(self.scale, scale)
@@ -122,11 +121,33 @@ class Fp8Experts(QuantizedExperts, Fp8Weight):
     """The experts of a layer in FP8."""
 
 
-def _quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize [rows, columns] to codes in E4M3 and float32 scales [rows, 1]."""
-    rows = rows.float()
-    if not rows.numel():  # there are fewer rows than ranks
-        return rows.to(torch.float8_e4m3fn), rows.new_empty(0, 1)
-    scale = rows.abs().amax(1, keepdim=True) / _LARGEST
-    scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
-    return (rows / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale
+def quantize_blocks(
+    rows: torch.Tensor,
+    block: tuple[int, int] | None = None,
+    code_dtype: torch.dtype = torch.float8_e4m3fn,
+    scale_dtype: torch.dtype = torch.float32,
+    *,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize [rows, columns] to codes and scales [row blocks, column blocks].
+
+    block: rows and columns that share a scale; by default a row. scale: use this one, [1, 1], for all.
+    """
+    rows, largest = rows.float(), torch.finfo(code_dtype).max
+    count, columns = rows.shape
+    height, width = block or (1, columns)
+    if scale is None:
+        padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
+        groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
+        # amax does not reduce an empty tensor: there may be fewer rows than ranks.
+        scale = groups.amax((1, 3)) / largest if count else rows.new_empty(0, groups.shape[2])
+        scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale).to(scale_dtype)
+    codes = rows / spread_scales(scale, (height, width), rows.shape)
+    return codes.clamp(-largest, largest).to(code_dtype), scale
+
+
+def spread_scales(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """The float32 scales of blocks as a tensor that broadcasts to rows [rows, columns]."""
+    if scale.numel() > 1:
+        scale = scale.repeat_interleave(block[0], 0)[: shape[0]]
+    return (scale.repeat_interleave(block[1], 1)[:, : shape[1]] if block[1] < shape[1] else scale).float()

@@ -44,12 +44,13 @@ class Nvfp4Weight(E2m1Weight):
         return values.mul_(of_part) if self.multiplies else values.div_(of_part)
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        scales = (others[0].view(()) * (largest / LARGEST)).clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+        scales, of_all = largest / LARGEST, others[0].view(())
+        scales = scales / of_all if self.multiplies else of_all * scales
+        scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
         return torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float()).to(scales.dtype).view(torch.uint8)
 
     def others_of(self, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        smallest = torch.finfo(torch.float32).tiny
-        return (torch.nan_to_num(_LARGEST_SCALE * LARGEST / largest.clamp(min=smallest), posinf=1.0).view(1, 1),)
+        return (global_scale(largest).view(1, 1),)
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
@@ -62,3 +63,9 @@ class Nvfp4Linear(QuantizedLinear, Nvfp4Weight):
 
 class Nvfp4Experts(QuantizedExperts, Nvfp4Weight):
     """The experts of a layer in NVFP4."""
+
+
+def global_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The global scale, a divisor, of a weight with this largest magnitude: both are float32 scalars."""
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.nan_to_num(_LARGEST_SCALE * LARGEST / largest.clamp(min=smallest), posinf=1.0)

@@ -10,11 +10,19 @@ from fnmatch import fnmatch
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import TensorForm
 
+# The formats of compressed-tensors that are written, by --quant_type: name, and what is said about the weights.
+_WRITTEN: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
+    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"}),
+    "fp8": ("naive-quantized", {"num_bits": 8, "group_size": None, "strategy": "channel"}),
+}
 EXPERTS_KEY = "fsdp_qlora_experts"
 # Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named below it; None for
 # tensors that are unused: scales of 8-bit activations, which have 16 bits here.
@@ -113,6 +121,33 @@ def quantization_settings(config: PretrainedConfig) -> Mapping[str, Any]:
     """A model's quantization_config; empty if it has none."""
     settings = getattr(config, "quantization_config", None) or {}
     return settings if isinstance(settings, dict) else settings.to_dict()
+
+
+def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]:
+    """The quantization_config of a model that is written in a format of compressed-tensors.
+
+    skipped: paths of linear layers that are not quantized.
+    """
+    name, form = _WRITTEN[quant_type]
+    weights = {**form, "type": "float", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}}
+    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name}
+    return about | {"config_groups": groups, "ignore": list(skipped)}
+
+
+def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict[str, TensorForm]:
+    """The tensors of a weight [out, in] in such a model. Raises UserError if it has no such form."""
+    size = _WRITTEN[quant_type][1]["group_size"] or shape[-1]
+    if len(shape) != 2 or not name.endswith(".weight") or shape[1] % size:
+        raise UserError(f"{name} {list(shape)} cannot be in {quant_type}: it must be a matrix with rows of {size}s.")
+    rows, columns = shape
+    if quant_type == "fp8":
+        codes, scale = TensorForm(torch.float8_e4m3fn, shape), TensorForm(torch.float32, (rows, 1))
+        return {name: codes, f"{name}_scale": scale}
+    dtype = torch.uint8 if quant_type == "mxfp4" else torch.float8_e4m3fn
+    of_all = {f"{name}_global_scale": TensorForm(torch.float32, (1,))} if quant_type == "nvfp4" else {}
+    codes, scale = TensorForm(torch.uint8, (rows, columns // 2)), TensorForm(dtype, (rows, columns // size))
+    return {f"{name}_packed": codes, f"{name}_scale": scale, **of_all}
 
 
 def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:

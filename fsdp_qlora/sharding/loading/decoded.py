@@ -9,7 +9,7 @@ Integers: see `_Integers`.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
+from fsdp_qlora.model.quantizers.fp8 import quantize_blocks, spread_scales
 from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
 from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
 from fsdp_qlora.model.quantizers.packed import IntegerLayout, PackedFormat
@@ -32,6 +33,7 @@ _ADVICE = "Give the model with 16- or 32-bit weights."
 
 # (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
+Encoded = Iterator[tuple[str, int, torch.Tensor]]  # (tensor in the files, first element, values)
 
 
 class StoredTensor(NamedTuple):
@@ -72,6 +74,14 @@ class DecodedTensor:
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         """Decode units [begin, end)."""
         raise NotImplementedError
+
+    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
+        """Round flat values of whole units, from element `start` on, to the format of the files.
+
+        Scales of the whole tensor stay as they are, and clip larger values. Raises UserError if the format has no
+        rounding here.
+        """
+        raise UserError(f"{self.parts[0]} is in a format that weights cannot be rounded to here.")
 
 
 def find_decoded(
@@ -151,8 +161,8 @@ def _decoded_weight(
                 f"{folder}: {name} is in FP8, has shape {list(shape)} and a scale of type {entries[parts[1]].dtype}, "
                 f"but must be a matrix with floating-point scales. {_ADVICE}"
             )
-        block = (stored.options or {}).get("block")
-        return _Fp8Weight(parts[0], parts[1], shape, *_scale_block(shape, scales, block, name))
+        block = _scale_block(shape, scales, (stored.options or {}).get("block"), name)
+        return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
     options = dict(stored.options or {})
     is_transposed, quantizer = options.pop("is_upright", False), _E2M1[stored.quantizer]
     *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
@@ -164,33 +174,33 @@ def _decoded_weight(
 
 def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
     """Rows and columns of a weight that share a scale."""
-    if scale.numel() == 1:
-        return shape[0], shape[1]
-    if scale in ((shape[0],), (shape[0], 1)):
+    if scale.numel() == 1 or scale in ((shape[0],), (shape[0], 1)):
         return 1, shape[1]
     if block is not None and scale == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
         return block
     raise UserError(f"{name} {list(shape)} in FP8 has scales {list(scale)}, which do not fit its shape. {_ADVICE}")
 
 
-class _Fp8Weight(DecodedTensor):
-    """A matrix in FP8. block_rows, block_columns: size of the blocks that share a scale."""
+class _Fp8Tensor(DecodedTensor):
+    """A matrix in FP8. block: rows and columns that share a scale, unless there is only one."""
 
-    def __init__(self, weight: str, scale: str, shape: torch.Size, block_rows: int, block_columns: int) -> None:
-        super().__init__([weight, scale], shape, torch.bfloat16, unit=shape[1])
-        self.block_rows, self.block_columns = block_rows, block_columns
+    def __init__(self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> None:
+        super().__init__(parts, codes.shape, torch.bfloat16, unit=block[0] * codes.shape[1])
+        self._codes, self._scale, self._block = codes, scale, block
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        """Decode rows [begin, end) to float32."""
-        weight, scale = self.parts
-        columns = self.shape[1]
-        values = read(weight, begin * columns, end * columns).view(end - begin, columns)
-        width = -(-columns // self.block_columns)
-        above, below = begin // self.block_rows, (end - 1) // self.block_rows + 1
-        scales = read(scale, above * width, below * width).view(-1, width).float()
-        of_row = torch.arange(begin, end) // self.block_rows - above
-        of_column = torch.arange(columns) // self.block_columns
-        return values.float().mul_(scales[of_row][:, of_column])
+        values = read(self.parts[0], begin * self.unit, min(end * self.unit, self.shape.numel()))
+        values, width = values.view(-1, self.shape[1]).float(), -(-self.shape[1] // self._block[1])
+        first, last = (0, 1) if self._scale.shape.numel() == 1 else (begin * width, end * width)
+        return values.mul_(spread_scales(read(self.parts[1], first, last).view(-1, width), self._block, values.shape))
+
+    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
+        values = values.view(-1, self.shape[1])
+        kept = read(self.parts[1], 0, 1).view(1, 1) if self._scale.shape.numel() == 1 else None
+        codes, scale = quantize_blocks(values, self._block, self._codes.dtype, self._scale.dtype, scale=kept)
+        yield self.parts[0], start, codes
+        if kept is None:
+            yield self.parts[1], start // self.unit * scale.shape[1], scale
 
 
 class _E2m1Tensor(DecodedTensor):
@@ -216,6 +226,14 @@ class _E2m1Tensor(DecodedTensor):
             *(read(other, 0, 1) for other in others),
         )
         return part.view(-1, self.shape[2], self.shape[1]).mT.contiguous() if self._transposes else part
+
+    def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
+        if self._transposes:
+            values = values.view(-1, *self.shape[1:]).mT.contiguous()
+        whole = [read(other, 0, 1) for other in self.parts[2:]]
+        codes, scales = self._layer.quantize_groups(values.flatten(), *whole)
+        yield self.parts[0], start // 2, codes
+        yield self.parts[1], start // self._layer.group_size, scales
 
 
 class _Integers(DecodedTensor):

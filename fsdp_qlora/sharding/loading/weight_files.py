@@ -179,6 +179,19 @@ class WeightFiles:
             filled += last - first
         return part
 
+    def unit(self, name: str) -> int:
+        """The number of elements of a tensor that can only be decoded, and encoded, together."""
+        tensor = self._tensors[name]
+        return tensor.unit if isinstance(tensor, DecodedTensor) else 1
+
+    def encode(self, name: str, start: int, values: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Flat values of whole units as (tensor in the files, first element, values): rounded if it is decoded."""
+        tensor = self._tensors[name]
+        if isinstance(tensor, DecodedTensor):
+            yield from tensor.encode(self._read_stored, start, values)
+        else:
+            yield name, start, values
+
     def _read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of a tensor in the files without decoding them."""
         part = _buffer(stop - start, self._entries[name].dtype)
