@@ -156,7 +156,7 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
 def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
     names = {"NVIDIA A100-SXM4-80GB": (79.3, 80), "NVIDIA H200": (139.8, 90), "NVIDIA H100 80GB HBM3": (79.1, 90)}
     found = [nearest_gpu(memory, name, capability) for name, (memory, capability) in names.items()]
-    assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 PCIe"]
+    assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 SXM"]
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
