@@ -97,6 +97,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
     rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
     pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]} for row in made]
     pairs = [{**pair, "answer": "7"} for pair in pairs]  # for --rewards number
+    taught = write_rows(tmp_path / "taught.jsonl", [{**row, "teacher_prompt": "sort"} for row in made])
     adapter = tmp_path / "adapter"
     get_peft_model(
         AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -107,6 +108,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
         stand_ins = {
             "model_name": mixture if "--lora_target_parameters" in argv else expanded if "expanded" in argv else tiny,
             "dataset": write_rows(tmp_path / "pairs.jsonl", pairs) if "--objective" in argv else rows,
+            **({"dataset": taught} if "distill" in argv else {}),
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,
