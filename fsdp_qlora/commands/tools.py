@@ -96,7 +96,7 @@ def env(args: argparse.Namespace) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Check this machine before a run, one line per check: ok, or FIX and what to do. The checks are the GPUs and their
-    kernels, what two ranks send each other (with NCCL on GPUs, else with gloo), memory and disk. A check takes
+    kernels, what two ranks send each other (with NCCL on GPUs, else with gloo), memory, disk and logins. A check takes
     two minutes at most; all run without a GPU too. The exit status is 1 if something must be fixed. `env` prints facts.
     """
     is_all_fine = True

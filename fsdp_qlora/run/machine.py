@@ -1,10 +1,12 @@
 """Checks of this machine before a run.
 
 Each check returns a sentence about what is fine, or raises UserError with what to do. A check imports torch itself:
-that it cannot be imported is one of the things to find. What a run says at its start is not checked here.
+that it cannot be imported is one of the things to find.
 """
 
+import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_qlora.utils.errors import UserError
@@ -58,6 +60,14 @@ def _bitsandbytes() -> str:
     return f"quantizes and decodes on the {weights.device.type}"
 
 
+def _kernels_of_hybrids() -> str:
+    from fsdp_qlora.model.architecture.token_mixers import KERNELS
+
+    if missing := " ".join(package for name, package in KERNELS.items() if find_spec(name) is None):
+        return f"linear attention, Mamba and short convolutions are much slower without: pip install {missing}"
+    return "kernels for linear attention, Mamba and short convolutions are installed"
+
+
 def _two_ranks() -> str:
     import torch
 
@@ -79,6 +89,13 @@ def _host_memory() -> str:
     return f"{_enough(host_memory_free(1), 4 * GIB, 'end other programs, or raise the limit of the container')} free"
 
 
+def _shared_memory() -> str:
+    import torch
+
+    least = GIB if torch.cuda.device_count() > 1 else 0
+    return _enough(shutil.disk_usage("/dev/shm").total, least, "start the container with --shm-size 1g or --ipc host")
+
+
 def _pinned_memory() -> str:
     import torch
 
@@ -97,11 +114,30 @@ def _disk() -> str:
     return f"{_enough(free, 10 * GIB, 'FSDP_QLORA_CACHE, HF_HOME and --output_dir choose other disks')} free"
 
 
+def _hub() -> str:
+    import huggingface_hub
+
+    return "logged in" if huggingface_hub.get_token() else "not logged in: gated models need `hf auth login`"
+
+
+def _wandb() -> str:
+    from fsdp_qlora.observability.sinks import WandbSink, online_mode
+
+    try:
+        return WandbSink.problem() or str(online_mode())
+    except UserError as no_key:
+        return str(no_key)
+
+
 CHECKS: dict[str, Callable[[], str]] = {
     "GPUs": _gpus,
     "bitsandbytes": _bitsandbytes,
+    "hybrid models": _kernels_of_hybrids,
     "two ranks": _two_ranks,
     "host memory": _host_memory,
+    "shared memory": _shared_memory,
     "pinned memory": _pinned_memory,
     "disk": _disk,
+    "hub": _hub,
+    "wandb": _wandb,
 }
