@@ -17,7 +17,7 @@ import yaml
 from fsdp_qlora import __version__
 from fsdp_qlora.__main__ import COMMANDS
 from fsdp_qlora.config.options import option_types
-from tests.tiny import ROOT, make_model
+from tests.tiny import ROOT, flags, make_model
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/run.sh"))
 
@@ -87,7 +87,7 @@ def test_examples_run_in_a_clone(name: str, tmp_path: Path) -> None:
     script = a_clone(tmp_path) / f"examples/{name}/run.sh"
     (tmp_path / f"examples/{name}/curve.svg").unlink()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(script), "--max_steps", "2"]
+    command = ["bash", str(script), *flags(max_steps=2, max_bad_rows=1)]  # its tokens are bytes
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "<polyline" in (tmp_path / f"examples/{name}/curve.svg").read_text()
