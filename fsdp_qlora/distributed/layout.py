@@ -63,7 +63,8 @@ class Layout:
     def communicators(self) -> list[tuple[int, bool]]:
         """NCCL's communicators of a rank: its ranks in a machine, and whether they exchange tokens (all-to-all)."""
         world = (self.per_node, self.world_size in (self.num_shards, self.context_size))
-        hybrid = [(self.per_node, True), (1, False)] if self.is_hybrid else []  # shards, replicas
+        is_hybrid = 1 < self.num_shards < self.world_size  # several copies, each shared by several ranks
+        hybrid = [(self.per_node, True), (1, False)] if is_hybrid else []  # shards, replicas
         shared = [(self.context_size, True)] if 1 < self.context_size < self.world_size else []
         return [world, *hybrid, *shared] if self.world_size > 1 else []
 
@@ -83,8 +84,3 @@ class Layout:
     def frees_blocks(self) -> bool:
         """Whether a block's gathered weights are freed between its forward and backward pass."""
         return SHARDING_STRATEGIES[self.sharding_strategy][1]
-
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether there are several copies, each shared by several ranks."""
-        return 1 < self.num_shards < self.world_size

@@ -82,7 +82,7 @@ class Trainer:
         self.model, self.ranks, self.collator = forward.model, forward.ranks, forward.collator
         self.schedule, self.heartbeat = self.collator.schedule, control.heartbeat
         self.gradient_sync = True  # FSDP2's initial state
-        self.loss_scale = LossScale(enabled=forward.precision.scales_loss)
+        self.loss_scale = LossScale(enabled=forward.precision.compute_dtype == torch.float16)
         self.watch_memory: Callable[[float], int] | None = None  # (GiB reserved) -> blocks that recompute
 
     def train_step(self, data: StepRows) -> dict[str, Any]:

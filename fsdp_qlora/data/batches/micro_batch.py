@@ -335,7 +335,7 @@ class Collator:
         assert self.image_processor is not None
         if not self.schedule.padding:
             raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
-        names = [[*map(bytes, table.images_of(row))] for row in rows[self.data_rank]]
+        names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
         shown, taken = [*filter(None, names)], self.model_arguments
         images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
         return dataclasses.replace(own, images=images, calls_towers=True)

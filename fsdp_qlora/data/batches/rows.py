@@ -72,10 +72,6 @@ class TokenizedRows:
         arrays = {name: getattr(self, name)[slice(*bounds[index])] for name, index in INDEXED_BY.items()}
         return TokenizedRows(offsets=np.array([0, len(arrays["input_ids"])], dtype=np.int64), **arrays)
 
-    def images_of(self, row: int) -> np.ndarray:
-        """The images of a row, uint8 [images, 16]."""
-        return self.images[self._first_images[row] : self._first_images[row + 1]]
-
     @cached_property
     def _first_images(self) -> np.ndarray:
         return np.cumsum([0, *(self.image_sizes[:, 0] if len(self.image_sizes) else np.zeros(len(self), np.int64))])

@@ -24,11 +24,6 @@ class Precision(NamedTuple):
     param_dtype: torch.dtype | None
     autocast: bool
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether the loss must be scaled, since gradients in fp16 have a narrow range."""
-        return self.compute_dtype == torch.float16
-
     def autocasting(self, device: torch.device) -> torch.autocast:
         """The context of a forward pass."""
         return torch.autocast(device.type, self.compute_dtype, enabled=self.autocast)

@@ -56,10 +56,12 @@ class PromptFormat:
         record: of data/text/rendering.py.
     Attributes:
         stop_text: what ends an answer besides the tokenizer's end token; empty if nothing does.
+        keeps_history: whether a prompt begins with earlier questions and answers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
         self._tokenizer, self._kind, self._worker = tokenizer, record["kind"], TemplateWorker()
+        self.keeps_history = self._kind == CHAT
         self._renderer = Renderer(
             tokenizer, recorded_template(record), "assistant", TEMPLATES["alpaca"], [self._worker]
         )
@@ -67,11 +69,6 @@ class PromptFormat:
             self.stop_text = "" if self._kind == TEXT else self._renderer.after_answer().strip()
         except BadRow as reason:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether a prompt begins with earlier questions and answers."""
-        return bool(self._kind == CHAT)
 
     def ids(self, question: PromptContent) -> list[int]:
         """The token ids before the answer.
