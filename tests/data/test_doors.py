@@ -108,7 +108,6 @@ OTHERWISE = {
         sharding.loading.first_adapters:fill_from sharding.loading.first_adapters:load_subtracted_part
     """,
     "a dataset of the hub": "data.sources.source:hub_source data.sources.source:hub_stream",
-    "a pipe that the shell has opened": "config.text:read_options",
     PACKAGE: """
         commands.tools:configs config.other_names: config.text:describe_config export.card:_card planning.gpus:
         observability.report:make_page planning.offers:
