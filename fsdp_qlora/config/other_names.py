@@ -45,7 +45,7 @@ class Older(NamedTuple):
     prefix: str = ""
     wins: bool = False
     reason: str = ""
-    unset: tuple[str, ...] = ("none",)
+    unset: Sequence[str] = ("none",)
 
     def now(self, text: str) -> str:
         """The value now. Raises ValueError if the older option does not have this value."""
@@ -103,27 +103,6 @@ def is_older(setting: Setting) -> bool:
     return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
 
 
-# In this order: of two that mean the same option, the later one sees the earlier one's value.
-OLDER: dict[str, Older] = {
-    "use_gradient_checkpointing": Older("recompute", {"true": "all", "false": "none"}),
-    "use_activation_cpu_offload": Older("recompute", {"true": "offload", "false": ""}, wins=True),
-    "world_size": Older("nproc_per_node", unset=("none", "-1")),
-    "llama_pro_path": Older("model_name", wins=True),
-    "warmup_steps": Older("warmup", unset=("none", "-1")),
-    "apply_gradient_clipping": Older("grad_norm", {"true": "", "false": "0"}),
-    "project_name": Older("log_to", prefix="project=", unset=("none", "fsdp_qlora")),
-    "name": Older("log_to", prefix="name="),
-    "group": Older("log_to", prefix="group="),
-    "entity": Older("log_to", prefix="entity="),
-    "profile_memory": Older("verbose", {"true": "true", "false": ""}),
-    # A profile of steps that repeats is the first of them now; "profile" itself was a switch.
-    "profile": Older("profile", {"true": "9:10", "false": ""}, unset=("false", "none")),
-    "with_stack": Older("profile", {"true": "stack", "false": ""}),
-    "with_shapes": Older("profile", {"true": "shapes", "false": ""}),
-    "export_memory_timeline": Older("profile", {"true": "memory", "false": ""}),
-}
-
-
 # --- tables of other_programs.yaml ---
 
 _TABLES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -134,8 +113,7 @@ _NOT_HERE = {name: reason for reason, names in _TABLES["reasons"].items() for na
 _VALUES_OF: dict[str, dict[str, str]] = {
     name: rows for names, rows in _TABLES["values"].items() for name in names.split()
 }
-
-
+OLDER = {name: Older(**row) for name, row in _TABLES["older"].items()}
 OLDER |= {name: Older(reason=reason) for reason, names in _TABLES["needless"].items() for name in names.split()}
 
 
