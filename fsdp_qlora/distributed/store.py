@@ -130,20 +130,14 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def download_once(ranks: Ranks, store: dist.Store) -> Callable[[Callable[[], str], str], str]:
-    """`once_per_machine` for downloads, which may take a day."""
-    return lambda work, what: once_per_machine(work, what, ranks, store, hours=_DOWNLOAD_HOURS)
-
-
-def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:
-    """Call `work` on local rank 0 and return its result on every rank of the machine.
+def once_per_machine(ranks: Ranks, store: dist.Store, work: Callable[[], str], what: str) -> str:
+    """Call `work`, a download, on local rank 0 and return its result on every rank of the machine.
 
     Args:
         what: name of the work for messages, such as "the download of owner/model"; unique in this start.
-        hours: how long the other ranks wait.
     Raises:
         UserError: raised by `work` on local rank 0; the same on every rank of the machine.
-        LostRank: local rank 0 failed in another way, has ended, or takes too long.
+        LostRank: local rank 0 failed in another way, has ended, or takes more than a day.
     """
     first = ranks.rank - ranks.local_rank  # a machine's ranks are numbered one after another
     if ranks.local_rank == 0:
@@ -156,8 +150,8 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
         _tell_machine(["done", result], what, ranks, store)
         return result
     try:
-        is_over = _becomes_true(lambda: store.check([f"{what}/{first}"]), seconds=3600 * hours)
-        late = ["failed", f"it takes more than {hours:g} hours, so its process may be stuck."]
+        is_over = _becomes_true(lambda: store.check([f"{what}/{first}"]), seconds=3600 * _DOWNLOAD_HOURS)
+        late = ["failed", f"it takes more than {_DOWNLOAD_HOURS:g} hours, so its process may be stuck."]
         outcome, text = json.loads(store.get(f"{what}/{first}")) if is_over else late
     except RuntimeError as error:
         raise LostRank(f"Rank 0 has ended while rank {ranks.rank} waited for {what}.") from error

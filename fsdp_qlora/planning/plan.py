@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import pairs
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.distributed.store import download_once
+from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
@@ -136,7 +137,7 @@ def read_model(
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
     """Find the model, build it without weights as the train type says, and describe it."""
     # Weights are downloaded last, after all checks that do not need them.
-    once = download_once(machine.ranks, store) if store else None
+    once = partial(once_per_machine, machine.ranks, store) if store else None
     plan = build_plan(config, machine, *read_model(config, once=once))
     if plan.meta.model.generation_config is not None:  # made of config.json alone
         plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)

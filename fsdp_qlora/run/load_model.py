@@ -26,7 +26,7 @@ from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
-from fsdp_qlora.distributed.store import download_once
+from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.card import Base
 from fsdp_qlora.export.save_results import ResultForm, save_adapter
@@ -66,7 +66,7 @@ log = logging.getLogger("fsdp_qlora")
 
 def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dist.Store) -> Weights:
     """Download the model's files where they are missing, and match them with its weights. Called on every rank."""
-    hub.fetch_weights(config.model_name, plan.folder, download_once(ranks, store))
+    hub.fetch_weights(config.model_name, plan.folder, partial(once_per_machine, ranks, store))
     return open_weights(plan)
 
 

@@ -22,18 +22,19 @@ from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
 FIND = """
-import logging, os, sys
+import functools, logging, os, sys
 from fsdp_qlora.utils.errors import LostRank, UserError
 from fsdp_qlora.utils.hub import find_model_folder
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.distributed.store import connect, download_once
+from fsdp_qlora.distributed.store import connect, once_per_machine
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 ranks = read_ranks()
 store = connect(ranks)
 print("CONNECTED", flush=True)
 try:
     with_weights = os.environ.get("WITH_WEIGHTS", "1") == "1"
-    print("FOLDER", find_model_folder("owner/model", with_weights=with_weights, once=download_once(ranks, store)))
+    once = functools.partial(once_per_machine, ranks, store)
+    print("FOLDER", find_model_folder("owner/model", with_weights=with_weights, once=once))
 except UserError as error:
     print("REFUSED", error)
 except LostRank as error:
