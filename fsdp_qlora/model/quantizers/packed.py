@@ -17,11 +17,15 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
-# The formats of compressed-tensors that are written, by --quant_type: name, and what is said about the weights.
-_WRITTEN: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "group_size": 32, "strategy": "group"}),
-    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"}),
-    "fp8": ("naive-quantized", {"num_bits": 8, "group_size": None, "strategy": "channel"}),
+# The formats of compressed-tensors that are written, by --quant_type: name, type of scales, settings of weights.
+_WRITTEN: Mapping[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "mxfp4": ("mxfp4-pack-quantized", torch.uint8, {"num_bits": 4, "group_size": 32, "strategy": "group"}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        torch.float8_e4m3fn,
+        {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"},
+    ),
+    "fp8": ("naive-quantized", torch.float32, {"num_bits": 8, "group_size": None, "strategy": "channel"}),
 }
 EXPERTS_KEY = "fsdp_qlora_experts"
 # Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named below it; None for
@@ -30,36 +34,24 @@ _UNUSED: dict[str, str | None] = dict.fromkeys(
     (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 )
 _FP8 = {**_UNUSED, "_scale": ".scale", "_scale_inv": ".scale"}
-_COMPRESSED = {**_UNUSED, "_packed": "", "_global_scale": ".global_scale", "_scale": ".scale"}
-_COMPRESSED_INTEGERS = {**_COMPRESSED, "weight_zero_point": "weight.zero_point", "weight_g_idx": "weight.g_idx"}
-_COMPRESSED_INTEGERS |= dict.fromkeys(("weight_shape", "input_zero_point"))
-_INTEGERS = {
+_COMPRESSED = {
+    **_UNUSED, ".weight_shape": None, ".input_zero_point": None, "_packed": "", "_global_scale": ".global_scale",
+    "_scale": ".scale", ".weight_zero_point": ".weight.zero_point", ".weight_g_idx": ".weight.g_idx",
+}  # fmt: skip
+_QUANTIZED = {
     ".qweight": ".weight", ".qzeros": ".weight.zero_point", ".scales": ".weight.scale", ".g_idx": ".weight.g_idx",
 }  # fmt: skip
 _MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
-BITSANDBYTES = "bnb_4bit"
-
-
-class IntegerLayout(NamedTuple):
-    """How weights are stored as integers of 1 to 8 bits.
-
-    is_transposed: tensors are [in, out]. is_awq: words hold weights of 8 rows, in AWQ's order. zero_shift: added to
-    stored zero points.
-    """
-
-    bits: int
-    is_transposed: bool = False
-    is_awq: bool = False
-    zero_shift: int = 0
+BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
 
 
 class PackedFormat(NamedTuple):
     """The format of a model's weight files, from its quantization_config.
 
-    name: for people. quantizer: its row of QUANTIZERS, or "". options: arguments of its layers; None if only the files'
-    tensors tell them. skipped: modules that were not quantized. has_linears, has_experts: whether linear layers and
-    expert parameters are quantized. endings: see above. integers: of weights that are only decoded.
+    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded. options: arguments of its
+    layers (or of the tensors that are decoded); None if only the files' tensors tell them. skipped: modules that were
+    not quantized. has_linears, has_experts: whether linear layers and expert parameters are. endings: see above.
     """
 
     name: str
@@ -69,7 +61,6 @@ class PackedFormat(NamedTuple):
     has_linears: bool = True
     has_experts: bool = True
     endings: Mapping[str, str | None] = MappingProxyType({})
-    integers: IntegerLayout | None = None
 
     def is_quantized(self, path: str) -> bool:
         """Whether the weight at `path`, a linear layer or expert parameter of a decoder block, is quantized."""
@@ -82,9 +73,8 @@ class PackedFormat(NamedTuple):
 
         quantizer: that of the run's train type. quant_type: the run's.
         """
-        return self.quantizer == BITSANDBYTES or (
-            quantizer == BITSANDBYTES and quant_type == "auto" and self.options is not None
-        )
+        is_trained = self.quantizer != INTEGERS and self.options is not None
+        return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_trained)
 
     def name_here(self, name: str) -> str | None:
         """The name that a tensor of the files has here; None for one that is unused."""
@@ -96,7 +86,7 @@ class PackedFormat(NamedTuple):
     def describe_decoding(self, *, quantizes: bool) -> str:
         """Describe in one line that the weights are decoded."""
         use = "and quantized again" if quantizes else "and kept in the precision of this run"
-        to = "the type of their scales" if self.integers else "bf16"
+        to = "the type of their scales" if self.quantizer == INTEGERS else "bf16"
         return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
@@ -128,7 +118,7 @@ def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]
 
     skipped: paths of linear layers that are not quantized.
     """
-    name, form = _WRITTEN[quant_type]
+    name, _, form = _WRITTEN[quant_type]
     weights = {**form, "type": "float", "symmetric": True, "dynamic": False}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}}
     about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name}
@@ -137,17 +127,16 @@ def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]
 
 def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict[str, TensorForm]:
     """The tensors of a weight [out, in] in such a model. Raises UserError if it has no such form."""
-    size = _WRITTEN[quant_type][1]["group_size"] or shape[-1]
+    _, dtype, form = _WRITTEN[quant_type]
+    size = form["group_size"] or shape[-1]
     if len(shape) != 2 or not name.endswith(".weight") or shape[1] % size:
         raise UserError(f"{name} {list(shape)} cannot be in {quant_type}: it must be a matrix with rows of {size}s.")
-    rows, columns = shape
+    scales = {f"{name}_scale": TensorForm(dtype, (shape[0], shape[1] // size))}
+    if quant_type == "nvfp4":
+        scales[f"{name}_global_scale"] = TensorForm(torch.float32, (1,))
     if quant_type == "fp8":
-        codes, scale = TensorForm(torch.float8_e4m3fn, shape), TensorForm(torch.float32, (rows, 1))
-        return {name: codes, f"{name}_scale": scale}
-    dtype = torch.uint8 if quant_type == "mxfp4" else torch.float8_e4m3fn
-    of_all = {f"{name}_global_scale": TensorForm(torch.float32, (1,))} if quant_type == "nvfp4" else {}
-    codes, scale = TensorForm(torch.uint8, (rows, columns // 2)), TensorForm(dtype, (rows, columns // size))
-    return {f"{name}_packed": codes, f"{name}_scale": scale, **of_all}
+        return {name: TensorForm(torch.float8_e4m3fn, shape), **scales}
+    return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2)), **scales}
 
 
 def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
@@ -209,8 +198,8 @@ def _integers(settings: Mapping[str, Any]) -> PackedFormat | None:
     is_gptq = method == "gptq" and bits in (2, 3, 4, 8) and layout in ("", "gptq", "gptq_v2")
     if not (is_awq or is_gptq) or settings.get("dynamic"):
         return None
-    form = IntegerLayout(bits, is_transposed=True, is_awq=is_awq, zero_shift=int(is_gptq and layout != "gptq_v2"))
-    return PackedFormat(str(method).upper(), "", None, endings=_INTEGERS, integers=form)
+    form = {"bits": bits, "is_transposed": True, "is_awq": is_awq, "zero_shift": is_gptq and layout != "gptq_v2"}
+    return PackedFormat(str(method).upper(), INTEGERS, form, endings=_QUANTIZED)
 
 
 def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
@@ -228,8 +217,7 @@ def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
     kind, bits, size, strategy = (form.get(key) for key in ("type", "num_bits", "group_size", "strategy"))
     options: dict[str, Any] | None = {}
     if kind == "int" and _layout(settings) in ("pack-quantized", "int-quantized", "naive-quantized"):
-        layout = IntegerLayout(form.get("num_bits", 8))
-        return PackedFormat(f"INT{bits}", "", None, endings=_COMPRESSED_INTEGERS, integers=layout)
+        return PackedFormat(f"INT{bits}", INTEGERS, {"bits": bits}, endings=_COMPRESSED)
     if (kind, bits, size) == ("float", 4, 16):
         name, options = "NVFP4", {"num_parts": 1, "multiplies": is_modelopt}
     elif (kind, bits, size) == ("float", 4, 32) and not is_modelopt:

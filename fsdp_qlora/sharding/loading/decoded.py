@@ -21,7 +21,7 @@ from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
 from fsdp_qlora.model.quantizers.fp8 import quantize_blocks, spread_scales
 from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
 from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
-from fsdp_qlora.model.quantizers.packed import IntegerLayout, PackedFormat
+from fsdp_qlora.model.quantizers.packed import INTEGERS, PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -147,9 +147,9 @@ class _RoundedDouble(DecodedTensor):
 def _decoded_weight(
     name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat, folder: Path
 ) -> DecodedTensor:
-    if stored.integers:
+    if stored.quantizer == INTEGERS:
         found = {ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names}
-        tensor = _Integers(found, {part: entries[source] for part, source in found.items()}, stored.integers)
+        tensor = _Integers(found, {part: entries[source] for part, source in found.items()}, **stored.options or {})
         if problem := tensor.problem():
             raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
         return tensor
@@ -244,26 +244,25 @@ class _Integers(DecodedTensor):
     groups] or one. Zero points: 32 rows in `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a
     column; by default groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
 
-    names: ending here -> name in the files. entries: these tensors.
+    names, entries: ending here -> name in the files, tensor. zero_shift: added to packed zero points.
     """
 
-    def __init__(self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], layout: IntegerLayout) -> None:
-        self._names, self._entries, self._layout = names, entries, layout
+    def __init__(
+        self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], bits: int,
+        *, is_transposed: bool = False, is_awq: bool = False, zero_shift: int = 0,
+    ) -> None:  # fmt: skip
+        self._names, self._entries, self._bits, self._zero_shift = names, entries, bits, zero_shift
+        self._is_transposed, self._is_awq = is_transposed, is_awq
         rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
         if entries[""].dtype == torch.int32:
-            rows *= 32 // layout.bits if layout.is_awq else 1
-            columns = columns if layout.is_awq else columns * 32 // layout.bits
+            rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
         super().__init__([*names.values()], torch.Size([rows, columns]), entries[".scale"].dtype, unit=32 * columns)
 
     def problem(self) -> str:
         """The tensors that do not fit together; empty if all do."""
-        (rows, columns), words = self.shape, -(-self.shape[0] * self._layout.bits // 32)
-        groups = self._shape_of(".scale")[1]
-        sizes = {
-            ".scale": [(rows, groups), (1, 1)],
-            ".zero_point": [(rows, groups), (words, groups), (1, 1)],
-            ".g_idx": [(columns, 1), (1, columns)],
-        }
+        (rows, columns), groups = self.shape, self._shape_of(".scale")[1]
+        of_groups, words = [(rows, groups), (1, 1)], (-(-rows * self._bits // 32), groups)
+        sizes = {".scale": of_groups, ".zero_point": [*of_groups, words], ".g_idx": [(columns, 1), (1, columns)]}
         wrong = [part for part in sizes if part in self._names and self._shape_of(part) not in sizes[part]]
         if not columns or not self.dtype.is_floating_point or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
@@ -272,42 +271,39 @@ class _Integers(DecodedTensor):
     def _shape_of(self, part: str) -> tuple[int, int]:
         """The shape of a part as [out, ..]; (1, 1) of a scalar."""
         first, second = (*self._entries[part].shape, 1, 1)[:2]
-        return (second, first) if self._layout.is_transposed else (first, second)
+        return (second, first) if self._is_transposed else (first, second)
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        return super().read_flat(functools.cache(read) if self._layout.is_transposed else read, start, stop)
+        return super().read_flat(functools.cache(read) if self._is_transposed else read, start, stop)
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        codes, zero = self._rows(read, "", begin, end), self._rows(read, ".zero_point", begin, end)
-        scale, groups = self._rows(read, ".scale", begin, end), torch.arange(self.shape[1])
-        assert codes is not None and scale is not None
-        groups //= self.shape[1] // scale.shape[1]
+        codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
+        groups = torch.arange(self.shape[1]) // (self.shape[1] // scale.shape[1])
         if ".g_idx" in self._names:
             found = read(self._names[".g_idx"], 0, self.shape[1])
             groups = groups if (found < 0).any() else found.long()  # -1: without an order of its own
-        values = codes.int() - (0 if zero is None else zero[: len(codes), groups])
+        values = codes.int()
+        if ".zero_point" in self._names:
+            values = values - self._rows(read, ".zero_point", begin, end)[: len(codes), groups]
         return (values * scale.float()[:, groups]).to(self.dtype)
 
-    def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor | None:
+    def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
         """Rows of a part, in units of 32, unpacked and centred at zero."""
-        if part not in self._names:
-            return None
-        name, entry, (rows, columns) = self._names[part], self._entries[part], self._shape_of(part)
-        is_packed = entry.dtype == torch.int32
-        in_words = is_packed and (part != "" or self._layout.is_awq)
-        unit = self._layout.bits if in_words else 32
+        name, (rows, columns) = self._names[part], self._shape_of(part)
+        is_packed = self._entries[part].dtype == torch.int32
+        in_words = is_packed and (part != "" or self._is_awq)
+        unit = self._bits if in_words else 32
         first, last = (0, 1) if rows == 1 else (begin * unit, min(end * unit, rows))
-        if self._layout.is_transposed:
+        if self._is_transposed:
             values = read(name, 0, rows * columns).view(columns, rows)[:, first:last].T
         else:
             values = read(name, first * columns, last * columns).view(last - first, columns)
         if not is_packed:
             return values
-        values = _unpack(values.T, self._layout.bits).T if in_words else _unpack(values, self._layout.bits)
-        if self._layout.is_awq:
+        values = _unpack(values.T, self._bits).T if in_words else _unpack(values, self._bits)
+        if self._is_awq:
             values = values.unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
-        shift = self._layout.zero_shift if part else 0
-        return values + shift - 2 ** (self._layout.bits - 1)
+        return values + (self._zero_shift if part else 0) - 2 ** (self._bits - 1)
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
