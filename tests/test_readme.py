@@ -109,6 +109,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
             "model_name": mixture if "--lora_target_parameters" in argv else expanded if "expanded" in argv else tiny,
             "dataset": write_rows(tmp_path / "pairs.jsonl", pairs) if "--objective" in argv else rows,
             **({"dataset": taught} if "distill" in argv else {}),
+            **({"teacher": tiny} if "--teacher" in argv else {}),
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,

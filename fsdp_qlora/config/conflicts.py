@@ -145,12 +145,16 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
+    if not c.teacher and (unused := _changed(c, "teacher_adapter", "top_k")) and c.objective == "distill":
+        yield f"{_flags(unused)}: these are for --teacher NAME."
+    if c.teacher and c.streaming:
+        yield "--teacher goes over all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
     if is_rated and chosen.row_kind in (TEXTS, PROMPTS, TAUGHT):
         yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
-    if chosen.row_kind == TEXTS:
+    if c.row_kind == TEXTS:
         return
     if c.modules_to_save or not c.kind.has_adapter:
         what = "--modules_to_save" if c.modules_to_save else f"--train_type {c.train_type}"

@@ -219,6 +219,7 @@ _OF_GRPO = (
     "num_iterations", "rollout_url", "on_reward_error", "beta", "loss_type",
 )  # fmt: skip
 _OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
+_OF_TEACHER = ("beta", "temperature", "sft_weight", "teacher", "teacher_adapter", "top_k")
 
 OBJECTIVES: dict[str, Objective] = {
     "sft": Objective(TEXTS),
@@ -239,5 +240,5 @@ OBJECTIVES: dict[str, Objective] = {
         loss_types=("dapo", "grpo", "dr_grpo"),
         token_loss=clipped_ratio,
     ),
-    "distill": Objective(TAUGHT, has_reference=True, options=("beta", "temperature", "sft_weight"), beta=0.0),
+    "distill": Objective(TAUGHT, has_reference=True, options=_OF_TEACHER, beta=0.0),
 }

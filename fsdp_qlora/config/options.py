@@ -136,8 +136,8 @@ class TrainConfig:
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
     """Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and
     a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards;
-    distill on the probabilities of a teacher, the frozen base with a prompt of its own. cpo, simpo and orpo need no
-    reference model; that of dpo, ipo and kto, and distill's teacher, run in the same forward pass."""
+    distill on the probabilities of a teacher, another model or the frozen base with a prompt of its own. cpo, simpo and
+    orpo need no reference model; that of dpo, ipo and kto, and distill's base, run in the same forward pass."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
@@ -234,6 +234,16 @@ class TrainConfig:
     precompute_reference: Annotated[bool, MAY_DIFFER] = False
     """Compute the reference's log-probabilities for dpo, ipo and kto once before training, and keep them beside the
     tokenized rows; saves time from the second epoch or run on, and the copy of the starting adapter."""
+
+    # == distillation ==
+    teacher: str | None = None
+    """Model that distill learns from, a name on the hub or a folder, with the same tokenizer. Before training it goes
+    over the rows, quantized as train_type says and sharded by the same plan. By default the frozen base, with the
+    prompts of the columns teacher_prompt and teacher_system."""
+    teacher_adapter: str | None = None
+    """Folder of a PEFT adapter of the teacher."""
+    top_k: Annotated[int, at_least(1)] = 64
+    """Likeliest tokens of the teacher to keep for each learned token; all others count as one. Each takes 6 bytes."""
 
     # == rewards ==
     rewards: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
@@ -363,8 +373,9 @@ class TrainConfig:
     @property
     def has_reference(self) -> bool:
         """Whether the objective compares with the model that training starts from."""
-        has_one = self.objective_settings["beta"] > 0 or self.objective == "distill"
-        return OBJECTIVES[self.objective].has_reference and has_one
+        if not OBJECTIVES[self.objective].has_reference or self.teacher:
+            return False
+        return self.objective == "distill" or self.objective_settings["beta"] > 0
 
     @property
     def objective_settings(self) -> dict[str, Any]:
@@ -421,7 +432,7 @@ class TrainConfig:
     @property
     def row_kind(self) -> RowKind:
         """The kind of rows that the objective learns from."""
-        return OBJECTIVES[self.objective].row_kind
+        return TEXTS if self.teacher else OBJECTIVES[self.objective].row_kind
 
     def pick(self, cls: type[Group], *, prefix: str = "", **others: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

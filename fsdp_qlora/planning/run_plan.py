@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.checkpoint.checkpoint import STATE
 from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.run_folder import is_finished
-from fsdp_qlora.config.marks import REPLACE
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.marks import OF_ADAPTER, REPLACE
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule
+from fsdp_qlora.data.batches.taught import OfTargets, bytes_per_token
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
@@ -30,6 +33,7 @@ from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import changing_rope
 from fsdp_qlora.model.model_parts import count_bytes
@@ -46,11 +50,22 @@ from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.environment import describe_environment
+from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD, RUN
 from fsdp_qlora.utils.text import GIB, fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
+
+
+class Teaching(NamedTuple):
+    """A teacher that goes over the rows before training. placed: as it is planned; None once it is done.
+
+    of_targets: what it has found.
+    """
+
+    placed: PlacedModel | None
+    of_targets: OfTargets | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +91,7 @@ class Plan:
     stop_text: str = ""
     generation: Generation | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
+    teacher: Teaching | None = None
 
     @property
     def model(self) -> ModelPlan:
@@ -118,8 +134,10 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     chosen |= {"context_length": config.context_length}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.data_size(config.context_size))
-    placed = place(config, model, RunRows(config, data, schedule, model.documents).longest(), store)
+    longest_rows = RunRows(config, data, schedule, model.documents).longest()
+    placed = place(config, model, longest_rows, store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
+    teacher = plan_teacher(config, model, data, longest_rows, store) if config.teacher else None
     generation = None
     if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
@@ -128,11 +146,47 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
     warmup_steps = num_warmup_steps(config, schedule)
     scoring = scorer, scored_by, stop_text
-    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, *scoring, generation, chosen)
+    plan = Plan(placed, data, schedule, warmup_steps, questions, tasks, *scoring, generation, chosen, teacher)
     _log_plan(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
     return plan
+
+
+def teacher_config(config: TrainConfig) -> TrainConfig:
+    """The options by which the teacher is loaded: as the student, without its adapter, and without training."""
+    kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
+    train_type = next(name for name in kinds if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer)
+    plain = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
+    own = {"model_name": config.teacher, "adapter": config.teacher_adapter, "train_type": train_type, "lora_rank": 1}
+    own |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": "sgd"}
+    kept = read_adapter(Path(config.teacher_adapter).expanduser()).options if config.teacher_adapter else {}
+    return dataclasses.replace(config, **{**plain, **own, **kept}, gradient_accumulation_steps=1)
+
+
+def plan_teacher(
+    config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
+) -> Teaching:
+    """Plan the teacher as a model of its own, for the same rows, and log it.
+
+    Raises:
+        UserError: it cannot be planned, has another tokenizer, or rows have images.
+    """
+    if data.have_images:
+        raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
+    own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
+    log.info("%s", fit("Teacher: ", config.teacher or ""))
+    plan = plan_model(own, student.machine, store)
+    if not student.tokenizer.get_vocab().items() <= plan.tokenizer.get_vocab().items():
+        raise UserError(
+            f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens have other ids or none."
+        )
+    teacher = place(own, plan, longest, store)
+    count, size = int(data.train.num_targets.sum()), bytes_per_token(config.top_k)
+    log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))
+    for line in PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines():
+        log.log(logging.INFO if config.dry_run else logging.DEBUG, "  %s", line)
+    return Teaching(teacher)
 
 
 def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunData]:

@@ -154,48 +154,15 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
 
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
     """The trainer of a loaded model, with its optimizer. Called on every rank."""
-    model: PreTrainedModel = plan.model.meta.model
-    quantizer = config.kind.quantizer
-    is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
-    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
-    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(config, plan, probed)
+    control = control or Control()
+    forward = build_forward(config, plan, ranks, control)
     optimizer = ShardedOptimizer(
-        model,
+        forward.model,
         config.optimizer,
         lr=config.learning_rate,
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    settings = config.pick(LossSettings, **config.objective_settings)
-    control, context = control or Control(), join_context(ranks, plan.placed.layout.context_size)
-    if context.size > 1:
-        check_context(probed, context)
-    collator = Collator(
-        schedule,
-        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
-        pad_token_id=plan.model.tokenizer.eos_token_id,
-        rank=ranks.rank,
-        context_size=context.size,
-        sharing_ranks=sharing_ranks(model),
-        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
-        has_teacher=config.row_kind == TAUGHT,
-        image_processor=plan.data.image_processor,
-        model_arguments=inspect.signature(type(model).forward).parameters,
-    )
-    forward = ForwardPass(
-        model,
-        ranks,
-        collator,
-        plan.model.precision,
-        attention=None if schedule.padding else plan.model.documents,
-        reference=ReferencePass(model) if config.has_reference_beside else None,
-        temperature=config.temperature,
-        teacher=Teacher(settings.beta, bool(settings.sft_weight)) if config.objective == "distill" else None,
-        context=context,
-        heartbeat=control.heartbeat,
-        towers=[*plan.model.meta.parts.towers.values()],
-    )
-    forward.probe()
     options = TrainerOptions(
         peak_lr=config.learning_rate,
         lr_schedule=config.lr_scheduler,
@@ -208,8 +175,49 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         early_stopping=config.early_stopping,
     )
-    objective = make_objective(config.objective, settings, context)
-    return Trainer(forward, optimizer, objective, options, control)
+    settings = config.pick(LossSettings, **config.objective_settings)
+    return Trainer(forward, optimizer, make_objective(config.objective, settings, forward.context), options, control)
+
+
+def build_forward(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
+    """The forward pass of a loaded model, which tries a few tokens. Called on every rank."""
+    model: PreTrainedModel = plan.model.meta.model
+    quantizer = config.kind.quantizer
+    is_exact = quantizer is None or QUANTIZERS[quantizer].linear.is_exact
+    probed = Probed(model, plan.model.documents, ranks, plan.model.precision, is_exact)
+    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(config, plan, probed)
+    context = join_context(ranks, plan.placed.layout.context_size)
+    if context.size > 1:
+        check_context(probed, context)
+    collator = Collator(
+        schedule,
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
+        pad_token_id=plan.model.tokenizer.eos_token_id,
+        rank=ranks.rank,
+        context_size=context.size,
+        sharing_ranks=sharing_ranks(model),
+        shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
+        has_teacher=config.row_kind == TAUGHT,
+        of_targets=plan.teacher and plan.teacher.of_targets,
+        image_processor=plan.data.image_processor,
+        model_arguments=inspect.signature(type(model).forward).parameters,
+    )
+    is_distilled = config.objective == "distill" or plan.teacher is not None
+    forward = ForwardPass(
+        model,
+        ranks,
+        collator,
+        plan.model.precision,
+        attention=None if schedule.padding else plan.model.documents,
+        reference=ReferencePass(model) if config.has_reference_beside else None,
+        temperature=config.temperature,
+        teacher=Teacher(config.objective_settings["beta"], bool(config.sft_weight)) if is_distilled else None,
+        context=context,
+        heartbeat=control.heartbeat,
+        towers=[*plan.model.meta.parts.towers.values()],
+    )
+    forward.probe()
+    return forward
 
 
 def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]) -> RunData:

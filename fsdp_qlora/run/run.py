@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint.mirror import open_store
@@ -56,6 +57,7 @@ from fsdp_qlora.planning.run_plan import (
     data_options,
     make_plan,
     run_facts,
+    teacher_config,
     with_kept_context,
 )
 from fsdp_qlora.run.load_model import (
@@ -68,6 +70,7 @@ from fsdp_qlora.run.load_model import (
     warn_left_out,
 )
 from fsdp_qlora.run.supervision import Extras, Guard
+from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.sharding.optimizer import OPTIMIZERS
 from fsdp_qlora.training.generation.generate import (
@@ -149,6 +152,10 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
+            if plan.teacher and plan.teacher.placed:
+                fetch_weights(
+                    teacher_config(config), plan.teacher.placed.model, ranks, dist.PrefixStore("teacher", store)
+                )
             warn_left_out(config, plan.model, weights)
         start_process_group(ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
@@ -181,6 +188,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
+        plan = taught_by_teacher(config, plan, ranks, guard.control) if plan.teacher else plan
         mesh = load_model(config, plan.placed, weights, ranks)
         release_cached_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens

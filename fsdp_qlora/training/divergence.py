@@ -58,6 +58,13 @@ class Teacher(NamedTuple):
         return self._replace(ids=ids, logps=logps, hidden=hidden)
 
 
+class Likeliest(NamedTuple):
+    """The k likeliest tokens of the first `vocabulary` are wanted: a teacher may know more than its student."""
+
+    k: int
+    vocabulary: int
+
+
 def divergence_terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """The divergence of each outcome, and its derivative by the student's log-probability.
 
@@ -144,12 +151,14 @@ def _outcomes(exponentials: Tensor, ids: Tensor, vocabulary: Vocabulary) -> tupl
     return vocabulary.summed(torch.cat([chosen, exponentials.sum(dim=1, keepdim=True)], dim=1)), places, is_here
 
 
-def likeliest(logits: Tensor, k: int, vocabulary: Vocabulary) -> Tensor:
+def likeliest(logits: Tensor, wanted: Likeliest, vocabulary: Vocabulary) -> Tensor:
     """The k likeliest tokens of each, as of `Teacher`, float32 [C, 2 * k + 1]: ids, log-probabilities, the others'.
 
     Args:
         logits: float32 [C, V], overwritten.
     """
+    k = wanted.k
+    logits[:, max(0, wanted.vocabulary - vocabulary.first) :] = -torch.inf
     values, places = logits.topk(min(k, logits.shape[1]), dim=1)
     found = torch.stack([values, (places + vocabulary.first).float()])  # exact up to 2^24
     padded = torch.nn.functional.pad(found, (0, k - found.shape[2]), value=-torch.inf)

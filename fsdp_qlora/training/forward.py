@@ -15,7 +15,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents, inputs_with_teacher
+from fsdp_qlora.data.batches.micro_batch import (
+    IGNORE_INDEX,
+    Collator,
+    MicroBatch,
+    describe_documents,
+    inputs_with_teacher,
+)
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
@@ -28,7 +34,7 @@ from fsdp_qlora.sharding.parallelize import gathered, reshard_all
 from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
-from fsdp_qlora.training.divergence import Teacher
+from fsdp_qlora.training.divergence import Likeliest, Teacher
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
 from fsdp_qlora.utils.errors import UserError
 
@@ -98,7 +104,8 @@ class ForwardPass:
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
         if reduction == "divergence":
             assert self.teacher is not None
-            reduction = self.teacher
+            ids, logps = (on_device.answers.get(f"teacher_{name}") for name in ("ids", "logps"))
+            reduction = self.teacher._replace(ids=ids, logps=logps)
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
             losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, reduction=reduction)
         return losses, on_device
@@ -142,6 +149,26 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     reshard_all(forward.model)
     dist.all_reduce(logps)  # a document has its value on the ranks that share it, and is 0 on the others
     return (logps / forward.context.size).cpu().numpy()
+
+
+@torch.no_grad()
+def likeliest_of_rows(forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, wanted: Likeliest) -> np.ndarray:
+    """Find the likeliest tokens at the targets of consecutive rows: see `divergence.likeliest`.
+
+    Called on every rank, with the same rows; the collator numbers the targets (data/batches/taught.py).
+    """
+    first = int(table.num_targets[: rows[0]].sum())
+    found = torch.zeros(int(table.num_targets[rows].sum()), 2 * wanted.k + 1, device=forward.ranks.device)
+    forward.model.eval()
+    with forward.attending():
+        for batch in forward.collator.lay_out_evaluation(table, rows):
+            forward.heartbeat.beat(forward.heartbeat.step, "compute")
+            values, on_device = forward.token_losses(batch, reduction=wanted)
+            is_target = on_device.targets != IGNORE_INDEX
+            found[on_device.answers["numbers"][is_target] - first] = values.T[is_target]
+    reshard_all(forward.model)
+    dist.all_reduce(found)  # a token is a target on one rank
+    return found.cpu().numpy()
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.model.architecture.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
 from fsdp_qlora.training.divergence import (
+    Likeliest,
     Teacher,
     Vocabulary,
     WholeVocabulary,
@@ -45,9 +46,9 @@ _ENTROPY_PARTS = 16
 # reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
 # (sharding/recompute.py); "entropy" puts another row behind the first, the entropy of the policy, without gradient.
 # With a Teacher, whose hidden states may follow the student's, the rows are the divergence from it, the agreement with
-# it, without gradient, and the loss if that is wanted.
+# it, without gradient, and the loss if that is wanted. With Likeliest it gives these tokens, [2 * k + 1, N].
 HeadLoss = Callable[..., Tensor]
-Reduction = Literal["sum", "none", "entropy"] | Teacher
+Reduction = Literal["sum", "none", "entropy"] | Teacher | Likeliest
 
 
 class LogitForm(NamedTuple):
@@ -103,6 +104,8 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         bias: Any = self.bias
         if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
+        if isinstance(reduction, Likeliest):
+            return likeliest_tokens(hidden, weight, bias, form, reduction, shared or WholeVocabulary(len(weight)))
         policy, *reference = hidden.split(len(targets))
         if isinstance(reduction, Teacher) and reference:
             reduction = reduction._replace(hidden=reference.pop().detach())
@@ -153,7 +156,7 @@ def chunked_loss(
 
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
-        reduction: "none" gives each token's, [N], instead of the sum; of a frozen head. "entropy" gives those
+        reduction: "none" gives each token's, [N], instead of the sum. "entropy" gives those
             and, without gradient, the entropies of the whole distributions, [2, N]; a teacher the divergence from it
             and, without gradient, the agreement with it, [2, N]. A head that trains has the gradient of the sum alone.
     """
@@ -168,7 +171,7 @@ def chunked_loss(
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
     if reduction != "sum":
-        assert teacher or not weight.requires_grad, "the gradient of a head that trains is that of the sum"
+        assert reduction != "entropy" or not weight.requires_grad, "a head that trains has the gradient of the sum"
         return losses if request.measured is None else torch.stack([losses, torch.cat(request.measured)])
     chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
     return torch.stack([chunk.sum() for chunk in chunks]).sum()
@@ -343,13 +346,13 @@ def _divergence_of_chunk(
 
 @torch.no_grad()
 def likeliest_tokens(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, k: int, vocabulary: Vocabulary
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, wanted: Likeliest, vocabulary: Vocabulary
 ) -> Tensor:
-    """The k likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
+    """The likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
     dtype, parts = weight.dtype, []
     for chunk in hidden.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
         logits = form.logits(F.linear(vocabulary.all_gather(chunk), weight, bias))
-        parts.append(vocabulary.local_chunk(likeliest(logits, k, vocabulary)))
+        parts.append(vocabulary.local_chunk(likeliest(logits, wanted, vocabulary)))
     return torch.cat(parts).T
 
 

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.training import head_loss
-from fsdp_qlora.training.divergence import Teacher
+from fsdp_qlora.training.divergence import Likeliest, Teacher
 from fsdp_qlora.training.head_loss import LogitForm, WholeVocabulary, chunked_loss, likeliest_tokens
 from tests.layers.test_head_loss import HIDDEN, TOKENS, VOCABULARY, NewTensors, parts_of_a_head, targets_of_tokens
 
 FORMS = [LogitForm(), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 K = 8
+WANTED = Likeliest(K, VOCABULARY)
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
@@ -57,7 +58,7 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
         of_teacher, best = of_teacher.detach(), of_teacher.argmax(-1)
         teacher = Teacher(beta, hidden=states)
         if not is_whole:
-            found = likeliest_tokens(states, *parts[1:], form, K, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(states, *parts[1:], form, WANTED, WholeVocabulary(VOCABULARY)).T
             ids = of_teacher.topk(K).indices if dtype == torch.float32 else found[:, :K].long()
             assert dtype != torch.float32 or torch.equal(found[:, :K].long(), ids)
             student, of_teacher, best = grouped(student, ids), grouped(of_teacher, ids), ids[:, 0]
@@ -83,7 +84,7 @@ def test_a_teacher_that_the_student_equals_costs_nothing() -> None:
     for beta, teacher in itertools.product([0.0, 0.5, 1.0], ["whole", "likeliest"]):
         of_teacher: dict[str, Any] = {"hidden": hidden}
         if teacher == "likeliest":
-            found = likeliest_tokens(hidden, weight, bias, LogitForm(), K, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(hidden, weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)).T
             of_teacher = {"ids": found[:, :K].long(), "logps": found[:, K:]}
         own = hidden.clone().requires_grad_()
         losses, agreement = chunked_loss(
@@ -100,7 +101,7 @@ def test_a_teacher_beside_makes_no_tensor_larger_than_a_chunk(monkeypatch: pytes
     hidden, weight, bias = (part.detach() for part in parts_of_a_head())
     for teacher in (Teacher(0.5, hidden=teacher_states()), Teacher(0.5)):
         if teacher.hidden is None:
-            found = likeliest_tokens(teacher_states(), weight, bias, LogitForm(), K, WholeVocabulary(VOCABULARY)).T
+            found = likeliest_tokens(teacher_states(), weight, bias, LogitForm(), WANTED, WholeVocabulary(VOCABULARY)).T
             teacher = teacher._replace(ids=found[:, :K].long(), logps=found[:, K:])
         with NewTensors() as made:
             chunked_loss(hidden.requires_grad_(), weight, bias, targets_of_tokens(), LogitForm(), reduction=teacher)

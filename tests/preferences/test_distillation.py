@@ -1,6 +1,12 @@
 """Distillation against a plain loop of PEFT with losses in float64: from a teacher beside the student, and offline."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +20,7 @@ from safetensors.torch import load_file
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.layers.test_divergence import divergence, grouped
 from tests.reference import encode, load_base, peft_model
-from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
+from tests.tiny import ROOT, flags, make_rows, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
@@ -137,6 +143,8 @@ def test_rows_have_the_same_answer_behind_both_prompts(models: Models, tmp_path:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"teacher_adapter": "there"}, "--teacher_adapter: these are for --teacher NAME"),
+    ({"teacher": "there", "streaming": True}, "cannot be used with --streaming true"),
     ({"beta": 1.5}, "--beta of --objective distill is between 0"),
     ({"batching": "padded"}, "leave out --batching padded"),
     ({"precompute_reference": True}, "needs all: leave it out"),
@@ -156,3 +164,95 @@ def test_what_a_teacher_beside_the_student_cannot_do_is_refused(models: Models, 
         )
         statuses, said = run_ranks(1, argv, tmp_path / f"{number}_logs")
         assert statuses == [2] and words in said, said[-2000:]
+
+
+# name -> (ranks, options of the run)
+OFFLINE: dict[str, tuple[int, dict[str, Any]]] = {
+    "forward": (2, {"beta": 0.0, "batch_size": 2, "gradient_accumulation_steps": 2}),
+    "jsd": (1, {"beta": 0.5, "batch_size": 8, "batching": "padded", "temperature": 1.5}),
+    "reverse": (2, {"beta": 1.0, "batch_size": 4, "sft_weight": 0.3, "batching": "packed"}),
+}
+K = 7
+
+
+@pytest.mark.parametrize("case", OFFLINE)
+def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
+    model, teacher = models("llama"), models("llama", num_hidden_layers=3, vocab_size=330)
+    rows, (ranks, options) = make_rows(8), OFFLINE[case]
+    base = load_base(teacher, four_bit=False)
+    with torch.no_grad():
+        teachers = [learned_logits(base, *encoded)[:, :320] for encoded in encode(model, rows)]
+    expected = distill_plainly(model, encode(model, rows), teachers, k=K, **options)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    run = run_options(model, file, teacher=teacher, top_k=K, **options)
+    assert f"{6 * K + 2} bytes each" in train_ok(ranks, tmp_path / "out", **run)
+    check_same(tmp_path / "out", expected)
+    if case == "reverse":  # again, on another number of ranks
+        assert "probabilities are read" in train_ok(1, tmp_path / "again", **{**run, "batch_size": 8})
+        check_same(tmp_path / "again", expected)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: Path) -> None:
+    teacher, file = tmp_path / "teacher", write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    shutil.copytree(models("llama"), teacher)
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    argv = flags(output_dir=tmp_path / "out", **run_options(models("llama"), file, teacher=teacher))
+    statuses, said = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [2] and "has another tokenizer than" in said, said[-2000:]
+
+
+@pytest.mark.slow
+def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(models: Models, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    run = run_options(models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16")
+    sft = {name: value for name, value in run.items() if name != "objective"}
+    train_ok(2, tmp_path / "adapter", **{**sft, "lora_rank": 8, "num_epochs": 20})
+    taught = {**run, "teacher": models("llama"), "teacher_adapter": tmp_path / "adapter", "num_epochs": 30}
+    train_ok(2, tmp_path / "out", **taught)
+    first, *_, last = (record for record in records(tmp_path / "out") if "grad_norm" in record)
+    assert last["divergence"] < first["divergence"] / 2, (first, last)
+    assert last["agreement"] > first["agreement"]
+
+
+@pytest.mark.nightly
+def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(16))
+    for beta, name in ((0.0, "forward"), (0.5, "jsd"), (1.0, "reverse")):
+        run = run_options(models("llama"), file, teacher=models("llama", num_hidden_layers=3), batch_size=16, beta=beta)
+        train_ok(1, tmp_path / name, **{**run, "optimizer": "adamw", "lr": 3e-3, "num_epochs": 150, "lora_rank": 16})
+        steps = [record["divergence"] for record in records(tmp_path / name) if "grad_norm" in record]
+        assert steps[-1] < steps[0] / 10, name
+
+
+@pytest.mark.nightly
+def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
+    """kill -9 between two files; a file that is damaged afterwards is made again, and the others are kept."""
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(1200))
+    run = run_options(models("llama"), file, teacher=models("llama", num_hidden_layers=3), batch_size=8, max_steps=3)
+    run |= {"nproc_per_node": 2, "device": "cpu", "context_length": 256, "log_to": "stdout", "quant_cache": "off"}
+
+    def start(name: str) -> tuple[subprocess.Popen[bytes], Path]:
+        cache = tmp_path / name / "cache"
+        argv = [sys.executable, ROOT / "train.py", *flags(**run, output_dir=tmp_path / name / "out")]
+        environment = {**os.environ, "FSDP_QLORA_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(argv, env=environment, start_new_session=True), cache / "taught"
+
+    whole, expected = start("whole")
+    assert whole.wait(300) == 0
+    killed, folder = start("killed")
+    while killed.poll() is None and not list(folder.rglob("*.safetensors")):
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    kept = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    assert 0 < len(kept) < 5
+    again, _ = start("killed")
+    assert again.wait(300) == 0
+    assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
+    files = {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")}
+    assert len(files) == 5 and files == {path.name: path.read_bytes() for path in expected.rglob("*.safetensors")}
+    adapters = [(tmp_path / name / "out/adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert adapters[0] == adapters[1]

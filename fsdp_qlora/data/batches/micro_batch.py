@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK, Round, Schedule
 from fsdp_qlora.data.batches.streaming import read_ahead
+from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.device import to_device
 from fsdp_qlora.utils.errors import UserError
@@ -48,9 +49,9 @@ class MicroBatch:
     reference: torch.Tensor
     """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
     answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Values of the targets in sampled answers, each [N]: advantages, shares (one over the targets of its row), and
+    """Values of targets. Of sampled answers, each [N]: advantages, shares (one over the targets of its row), and
     old_logps and sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the
-    target is. Empty for other rows."""
+    target is. From a teacher: what data/batches/taught.py says, [N, ..]. Empty for other rows."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
@@ -86,7 +87,7 @@ class MicroBatch:
         answers = {name: values[is_own] for name, values in self.answers.items()}
         if not len(rows):
             rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
-            answers = {name: values.new_zeros(1) for name, values in answers.items()}
+            answers = {name: values.new_zeros(1, *values.shape[1:]) for name, values in answers.items()}
         return dataclasses.replace(
             self,
             input_ids=self.input_ids.chunk(num_parts, dim=1)[index],
@@ -107,7 +108,9 @@ class MicroBatch:
             self,
             target_rows=F.pad(self.target_rows.view(-1, len(self.targets)), (0, missing)).flatten(),
             targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
-            answers={name: F.pad(values, (0, missing)) for name, values in self.answers.items()},
+            answers={
+                name: F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)) for name, values in self.answers.items()
+            },
             tokens_of_ranks=[batch.input_ids.flatten() for batch in batches],
         )
 
@@ -277,8 +280,8 @@ class Collator:
 
     context_size: ranks that share each micro-batch. sharing_ranks: those that share the vocabulary with this one and
     itself. shares_prompts: the model computes the common prefix of a pair once. has_teacher: a row's second document
-    is its teacher's. image_processor: for rows with images;
-    model_arguments: of the model's forward pass.
+    is its teacher's. of_targets: gives `answers` of other rows than sampled ones. image_processor: for rows with
+    images; model_arguments: of the model's forward pass.
     """
 
     schedule: Schedule
@@ -288,6 +291,7 @@ class Collator:
     sharing_ranks: Sequence[int] = ()
     shares_prompts: bool = False
     has_teacher: bool = False
+    of_targets: OfTargets | None = None
     image_processor: ImageProcessor | None = None
     model_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -317,6 +321,10 @@ class Collator:
         # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
         size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
         whole = {data_rank: self._sequences(rows[data_rank], table) for data_rank in {rank // size for rank in ranks}}
+        if self.of_targets:
+            own_rows = rows[self.data_rank]
+            taught = dataclasses.replace(whole[self.data_rank], answers=self.of_targets(table, own_rows))
+            whole[self.data_rank] = taught
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
         own, sharing = batches[self.rank], [batches[rank] for rank in self.sharing_ranks]
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
