@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from fsdp_qlora.model.quantizers.packed import PackedFormat, take_packed
+from fsdp_qlora.planning.offers import KNOWN_MODELS
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
@@ -109,6 +110,18 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
     config = PretrainedConfig(quantization_config=REFUSED[name])
     with pytest.raises(UserError, match=f"is quantized as {name}, which is not supported. Give the model with 16- or"):
         take_packed(config, "m")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("deepseek-v3", "FP8"), ("kimi-k2", "FP8"), ("minimax-m2", "FP8"), ("kimi-k2-thinking", "INT4"),
+     ("gpt-oss-20b", "MXFP4")],
+)  # fmt: skip
+def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
+    config = PretrainedConfig(quantization_config=KNOWN_MODELS[name]["quantization_config"])
+    found = take_packed(config, name)
+    assert found is not None and found.name == form
+    assert found.is_kept("bnb_4bit", "auto") == (form != "INT4")
 
 
 FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}
