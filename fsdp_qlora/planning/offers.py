@@ -182,7 +182,8 @@ _SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|bf16|v0\.\d
 def known_config(name: str) -> PretrainedConfig | None:
     """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
     plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    entry = KNOWN_MODELS.get(_NAMES.get(_letters(_SUFFIXES.sub("", plain)), ""))
+    names = map(_letters, (plain, _SUFFIXES.sub("", plain)))
+    entry = next((KNOWN_MODELS[_NAMES[name]] for name in names if name in _NAMES), None)
     sizes = KNOWN_MODELS[entry] if isinstance(entry, str) else entry
     return None if sizes is None else config_of(sizes)
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fsdp_qlora.model.quantizers.packed import PackedFormat, take_packed
-from fsdp_qlora.planning.offers import KNOWN_MODELS
+from fsdp_qlora.planning.offers import known_config
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
@@ -118,8 +118,8 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
      ("gpt-oss-20b", "MXFP4")],
 )  # fmt: skip
 def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
-    config = PretrainedConfig(quantization_config=KNOWN_MODELS[name]["quantization_config"])
-    found = take_packed(config, name)
+    config = known_config(name)
+    found = take_packed(config, name) if config else None
     assert found is not None and found.name == form
     assert found.is_kept("bnb_4bit", "auto") == (form != "INT4")
 
