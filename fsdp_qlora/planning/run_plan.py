@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.batches.taught import OfTargets, bytes_per_token
+from fsdp_qlora.data.batches.taught import bytes_per_token
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
@@ -58,16 +58,6 @@ from fsdp_qlora.utils.text import GIB, fit, format_bytes
 log = logging.getLogger("fsdp_qlora")
 
 
-class Teaching(NamedTuple):
-    """A teacher that goes over the rows before training. placed: as it is planned; None once it is done.
-
-    of_targets: what it has found.
-    """
-
-    placed: PlacedModel | None
-    of_targets: OfTargets | None = None
-
-
 @dataclass(frozen=True)
 class Plan:
     """The decisions of a run before a weight is read.
@@ -78,6 +68,7 @@ class Plan:
         stop_text: as in PromptFormat, for a run that answers its prompts.
         generation: how the run's own model answers its prompts.
         chosen: options that auto replaces, and the context_length that the rows decide.
+        teacher: the model that goes over the rows before training.
     """
 
     placed: PlacedModel
@@ -91,7 +82,7 @@ class Plan:
     stop_text: str = ""
     generation: Generation | None = None
     chosen: Mapping[str, Any] = field(default_factory=dict)
-    teacher: Teaching | None = None
+    teacher: PlacedModel | None = None
 
     @property
     def model(self) -> ModelPlan:
@@ -166,7 +157,7 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
 
 def plan_teacher(
     config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
-) -> Teaching:
+) -> PlacedModel:
     """Plan the teacher as a model of its own, for the same rows, and log it.
 
     Raises:
@@ -186,7 +177,7 @@ def plan_teacher(
     log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))
     for line in PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines():
         log.log(logging.INFO if config.dry_run else logging.DEBUG, "  %s", line)
-    return Teaching(teacher)
+    return teacher
 
 
 def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunData]:

@@ -21,6 +21,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.micro_batch import Collator
 from fsdp_qlora.data.batches.schedule import RowSource, Schedule
+from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
@@ -48,7 +49,6 @@ from fsdp_qlora.sharding.parallelize import kept_gathered, materialize, shard_mo
 from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
-from fsdp_qlora.training.divergence import Teacher
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
 from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
@@ -152,10 +152,12 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
     )
 
 
-def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
-    """The trainer of a loaded model, with its optimizer. Called on every rank."""
+def build_trainer(
+    config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None, of_targets: OfTargets | None = None
+) -> Trainer:
+    """The trainer of a loaded model, with its optimizer. Called on every rank. of_targets: as in `Collator`."""
     control = control or Control()
-    forward = build_forward(config, plan, ranks, control)
+    forward = build_forward(config, plan, ranks, control, of_targets)
     optimizer = ShardedOptimizer(
         forward.model,
         config.optimizer,
@@ -179,7 +181,9 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
     return Trainer(forward, optimizer, make_objective(config.objective, settings, forward.context), options, control)
 
 
-def build_forward(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:
+def build_forward(
+    config: TrainConfig, plan: Plan, ranks: Ranks, control: Control, of_targets: OfTargets | None = None
+) -> ForwardPass:
     """The forward pass of a loaded model, which tries a few tokens. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
     quantizer = config.kind.quantizer
@@ -198,11 +202,10 @@ def build_forward(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         sharing_ranks=sharing_ranks(model),
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
         has_teacher=config.row_kind == TAUGHT,
-        of_targets=plan.teacher and plan.teacher.of_targets,
+        of_targets=of_targets,
         image_processor=plan.data.image_processor,
         model_arguments=inspect.signature(type(model).forward).parameters,
     )
-    is_distilled = config.objective == "distill" or plan.teacher is not None
     forward = ForwardPass(
         model,
         ranks,
@@ -211,7 +214,6 @@ def build_forward(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         attention=None if schedule.padding else plan.model.documents,
         reference=ReferencePass(model) if config.has_reference_beside else None,
         temperature=config.temperature,
-        teacher=Teacher(config.objective_settings["beta"], bool(config.sft_weight)) if is_distilled else None,
         context=context,
         heartbeat=control.heartbeat,
         towers=[*plan.model.meta.parts.towers.values()],

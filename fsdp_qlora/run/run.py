@@ -152,10 +152,8 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.placed)
             weights = fetch_weights(config, plan.model, ranks, store)
-            if plan.teacher and plan.teacher.placed:
-                fetch_weights(
-                    teacher_config(config), plan.teacher.placed.model, ranks, dist.PrefixStore("teacher", store)
-                )
+            if plan.teacher:
+                fetch_weights(teacher_config(config), plan.teacher.model, ranks, dist.PrefixStore("teacher", store))
             warn_left_out(config, plan.model, weights)
         start_process_group(ranks, store, layout=plan.placed.layout, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
@@ -188,10 +186,10 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
-        plan = taught_by_teacher(config, plan, ranks, guard.control) if plan.teacher else plan
+        of_targets = taught_by_teacher(config, plan, ranks, guard.control) if plan.teacher else None
         mesh = load_model(config, plan.placed, weights, ranks)
         release_cached_memory(ranks.device)
-        trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
+        trainer = build_trainer(config, plan, ranks, guard.control, of_targets)  # tries a few tokens
         if config.precompute_reference:
             plan = dataclasses.replace(plan, data=precompute_reference(config, plan.data, trainer, identity["facts"]))
     state = TrainState(

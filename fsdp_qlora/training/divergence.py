@@ -14,7 +14,6 @@ from fsdp_qlora.sharding.vocabulary import SharedHead
 
 # The least probability of the outcome "any other token", whose logarithm is taken.
 _LEAST = 1e-30
-_PARTS = 16  # of a chunk's tokens, one after the other, so that what is between needs little memory
 
 
 class WholeVocabulary:
@@ -93,25 +92,19 @@ def from_distribution(
     Args:
         student, teacher: logits of this rank's part of the vocabulary, float32 [C, V]; both are overwritten.
     Returns:
-        Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and, in the memory of `teacher`, the
-        gradient of the divergences' sum by the student's logits.
+        Divergences, [C]; agreements, 1 where the likeliest token is the same, [C]; and the gradient of the divergences'
+        sum by the student's logits.
     """
-    tops = vocabulary.largest(torch.stack([student.amax(dim=1), teacher.amax(dim=1)]))
-    shifted = student.sub_(tops[0][:, None]), teacher.sub_(tops[1][:, None])
-    pieces = [*zip(*(logits.split(-(-len(logits) // _PARTS)) for logits in shifted), strict=True)]
-    agree = torch.cat([((own == 0) & (other == 0)).any(dim=1).float() for own, other in pieces])
-    sums = [torch.cat([piece[i].exp().sum(dim=1) for piece in pieces]) for i in range(2)]
-    *totals, agree = vocabulary.summed(torch.stack([*sums, agree]))
-    logs = [*zip(*(total.log().split(len(pieces[0][0])) for total in totals), strict=True)]
-    values = []
-    for (own, other), (log_own, log_other) in zip(pieces, logs, strict=True):
-        value, slope = divergence_terms(own.sub_(log_own[:, None]), other.sub_(log_other[:, None]), beta)
-        values.append(torch.stack([value.sum(dim=1), slope.sum(dim=1)]))
-        other.copy_(slope)
-    divergence, slopes = vocabulary.summed(torch.cat(values, dim=1))
+    for logits in (student, teacher):
+        logits.sub_(vocabulary.largest(logits.amax(dim=1, keepdim=True)))
+    agree = ((student == 0) & (teacher == 0)).any(dim=1).float()
+    totals = vocabulary.summed(torch.stack([student.exp().sum(dim=1), teacher.exp().sum(dim=1), agree]))
+    own, other = totals[:2, :, None].log()
+    value, slope = divergence_terms(student.sub_(own), teacher.sub_(other), beta)
+    divergence, slopes = vocabulary.summed(torch.stack([value.sum(dim=1), slope.sum(dim=1)]))
     # The logits move all log-probabilities by the mean of their change.
-    gradient = teacher.addcmul_(student.exp_(), slopes[:, None], value=-1)
-    return divergence, agree.clamp_(max=1), gradient
+    gradient = slope.addcmul_(student.exp_(), slopes[:, None], value=-1)
+    return divergence, totals[2].clamp_(max=1), gradient
 
 
 def from_likeliest(
@@ -122,7 +115,7 @@ def from_likeliest(
     Args:
         logits: the student's, float32 [C, V], overwritten. ids, logps: as of `Teacher`; they are normalized.
     Returns:
-        As `from_distribution`; the gradient is in the memory of `logits`.
+        As `from_distribution`.
     """
     others = logits.sub_(vocabulary.largest(logits.amax(dim=1, keepdim=True))).exp_()
     outcomes, places, is_here = _outcomes(others, ids, vocabulary)

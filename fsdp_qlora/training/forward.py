@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,13 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.micro_batch import (
-    IGNORE_INDEX,
-    Collator,
-    MicroBatch,
-    describe_documents,
-    inputs_with_teacher,
-)
+from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents, inputs_with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
@@ -36,7 +29,6 @@ from fsdp_qlora.sharding.vocabulary import same_tokens, tokens_known
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.divergence import Likeliest, Teacher
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
-from fsdp_qlora.utils.errors import UserError
 
 
 @dataclass(eq=False)
@@ -45,8 +37,7 @@ class ForwardPass:
 
     collator: makes them. attention: the implementation for documents, as of the model's plan; None if rows are padded.
     reference: computes what the policy is compared with in the same pass. temperature: that logits are divided by.
-    teacher: what a divergence is from. context: the ranks that share this one's micro-batches. towers: the parts that
-    compute images.
+    context: the ranks that share this one's micro-batches. towers: the parts that compute images.
     """
 
     model: PreTrainedModel
@@ -56,7 +47,6 @@ class ForwardPass:
     attention: str | None = None
     reference: ReferencePass | None = None
     temperature: float = 1.0
-    teacher: Teacher | None = None
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     towers: Sequence[nn.Module] = ()
@@ -82,17 +72,15 @@ class ForwardPass:
             with same_tokens(self.model, input_ids):
                 head_loss = probes.probe_head_loss(self.model, inputs, self.temperature)
             self.loss_of_tokens = head_loss or self.loss_of_tokens
-        if self.teacher and not head_loss:
-            raise UserError("--objective distill needs the loss in chunks, which this model does not allow.")
 
     def token_losses(
-        self, batch: MicroBatch, *, reduction: Reduction | Literal["divergence"], alone: bool = False
+        self, batch: MicroBatch, *, reduction: Reduction, alone: bool = False
     ) -> tuple[torch.Tensor, MicroBatch]:
         """The losses of a micro-batch's targets, float32, and the micro-batch on the device.
 
         Args:
-            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with the reference's;
-                "divergence" from the teacher, [2, N], or [3, N] with the losses.
+            reduction: as of HeadLoss: "sum" over the targets, []; "none": [1, N], or [2, N] with the reference's. A
+                teacher gets what it found before from the micro-batch.
             alone: without the reference.
         """
         on_device = batch.to(self.ranks.device, per_document=reduction == "none")
@@ -102,10 +90,9 @@ class ForwardPass:
         )
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
-        if reduction == "divergence":
-            assert self.teacher is not None
+        if isinstance(reduction, Teacher):
             ids, logps = (on_device.answers.get(f"teacher_{name}") for name in ("ids", "logps"))
-            reduction = self.teacher._replace(ids=ids, logps=logps)
+            reduction = reduction._replace(ids=ids, logps=logps)
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
             losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, reduction=reduction)
         return losses, on_device
@@ -164,7 +151,7 @@ def likeliest_of_rows(forward: ForwardPass, table: TokenizedRows, rows: np.ndarr
         for batch in forward.collator.lay_out_evaluation(table, rows):
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             values, on_device = forward.token_losses(batch, reduction=wanted)
-            is_target = on_device.targets != IGNORE_INDEX
+            is_target = on_device.targets >= 0
             found[on_device.answers["numbers"][is_target] - first] = values.T[is_target]
     reshard_all(forward.model)
     dist.all_reduce(found)  # a token is a target on one rank

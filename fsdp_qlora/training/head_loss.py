@@ -19,15 +19,9 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
-from fsdp_qlora.training.divergence import (
-    Likeliest,
-    Teacher,
-    Vocabulary,
-    WholeVocabulary,
-    from_distribution,
-    from_likeliest,
-    likeliest,
-)
+from fsdp_qlora.training import divergence
+from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, WholeVocabulary
+from fsdp_qlora.utils.errors import UserError
 
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for
 # matrix products at full speed.
@@ -189,9 +183,9 @@ class _Request(NamedTuple):
     teacher: Teacher | None
 
     def tokens_at_a_time(self, dtype: torch.dtype) -> int:
-        """As the function; a teacher's hidden states become logits too."""
+        """As the function; a teacher's hidden states become logits too, and twice as many numbers compare both."""
         beside = self.teacher is not None and self.teacher.hidden is not None
-        return tokens_at_a_time((1 + beside) * self.vocabulary.vocabulary, dtype)
+        return tokens_at_a_time((1 + 3 * beside) * self.vocabulary.vocabulary, dtype)
 
 
 class _Gradients(NamedTuple):
@@ -330,15 +324,15 @@ def _divergence_of_chunk(
     is_learned, logits = targets != -100, form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
     if others is not None:
-        found = from_distribution(logits, form.logits(others), teacher.beta, vocabulary)
+        found = divergence.from_distribution(logits, form.logits(others), teacher.beta, vocabulary)
     else:
         assert teacher.ids is not None and teacher.logps is not None
         # A token without a target has no teacher: any ids will do, each once.
         ids = torch.where(is_learned[:, None], teacher.ids, torch.arange(teacher.ids.shape[1], device=outputs.device))
-        found = from_likeliest(logits, ids, teacher.logps, teacher.beta, vocabulary)
-    divergence, agreement, gradient = found
+        found = divergence.from_likeliest(logits, ids, teacher.logps, teacher.beta, vocabulary)
+    losses, agreement, gradient = found
     measured.append(vocabulary.local_chunk(agreement * is_learned))
-    loss = vocabulary.local_chunk(torch.where(is_learned, divergence, 0.0))
+    loss = vocabulary.local_chunk(torch.where(is_learned, losses, 0.0))
     if scale is None:
         return loss, None
     return loss, torch.mul(gradient.mul_(slope), (is_learned * scale)[:, None], out=outputs)
@@ -352,7 +346,7 @@ def likeliest_tokens(
     dtype, parts = weight.dtype, []
     for chunk in hidden.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
         logits = form.logits(F.linear(vocabulary.all_gather(chunk), weight, bias))
-        parts.append(vocabulary.local_chunk(likeliest(logits, wanted, vocabulary)))
+        parts.append(vocabulary.local_chunk(divergence.likeliest(logits, wanted, vocabulary)))
     return torch.cat(parts).T
 
 
@@ -365,10 +359,12 @@ def loss_of_logits(
     rows: Tensor,
     targets: Tensor,
     *,
-    reduction: str = "sum",
+    reduction: Reduction = "sum",
     temperature: float = 1.0,
 ) -> Tensor:
     """Loss from the model's own logits, computed for these rows alone where the model can (in one row)."""
+    if isinstance(reduction, Teacher | Likeliest):
+        raise UserError("--objective distill needs the loss in chunks, which this model does not allow.")
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits
     copies = len(logits) // len(inputs["input_ids"])

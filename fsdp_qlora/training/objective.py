@@ -7,7 +7,7 @@ pairs the chosen and the rejected answer take turns.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossS
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, Batches, MicroBatch
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.training.divergence import Teacher
 from fsdp_qlora.training.forward import ForwardPass, document_logprobs, sum_documents
 from fsdp_qlora.training.head_loss import Reduction
 
@@ -43,7 +44,7 @@ class TokenMean:
     context: the ranks that share each micro-batch.
     """
 
-    reduction: Reduction | Literal["divergence"] = "sum"
+    reduction: Reduction = "sum"
 
     def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
         self.row, self.settings, self.context = row, settings, context
@@ -204,7 +205,9 @@ class Policy(TokenMean):
 class Distillation(TokenMean):
     """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their own loss."""
 
-    reduction = "divergence"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.reduction = Teacher(self.settings.beta, bool(self.settings.sft_weight))
 
     def _metric_names(self) -> Iterator[str]:
         yield from ("divergence", "agreement", *(["nll_loss"] if self.settings.sft_weight else []))
