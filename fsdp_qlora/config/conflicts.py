@@ -139,9 +139,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--beta must be above 0 for --objective {c.objective}."
     if c.objective == "distill" and c.objective_settings["beta"] > 1:
         yield "--beta of --objective distill is between 0, KL(teacher || student), and 1, KL(student || teacher)."
-    if c.precompute_reference and c.objective == "distill":
-        yield "--precompute_reference keeps one number of an answer, and --objective distill needs all: leave it out."
-    if c.precompute_reference and not c.has_reference:
+    if c.precompute_reference and (not c.has_reference or c.objective == "distill"):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
@@ -165,10 +163,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
         )
     if c.objective == "distill" and (c.batching == "padded" or c.context_parallel_size != 1):
-        yield (
-            "--objective distill has the teacher behind the student in one row: leave out --batching padded "
-            "and --context_parallel_size."
-        )
+        yield "--objective distill joins two texts to a row: leave out --batching padded and --context_parallel_size."
     if c.learn == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LogProbs
-from fsdp_qlora.data.batches.micro_batch import Collator, MicroBatch, describe_documents, inputs_with_teacher
+from fsdp_qlora.data.batches.micro_batch import Batches, Collator, MicroBatch, describe_documents, inputs_with_teacher
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
@@ -138,41 +138,41 @@ def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
     return (logps / forward.context.size).cpu().numpy()
 
 
-@torch.no_grad()
 def likeliest_of_rows(forward: ForwardPass, table: TokenizedRows, rows: np.ndarray, wanted: Likeliest) -> np.ndarray:
     """Find the likeliest tokens at the targets of consecutive rows: see `divergence.likeliest`.
 
     Called on every rank, with the same rows; the collator numbers the targets (data/batches/taught.py).
     """
-    first = int(table.num_targets[: rows[0]].sum())
-    found = torch.zeros(int(table.num_targets[rows].sum()), 2 * wanted.k + 1, device=forward.ranks.device)
-    forward.model.eval()
-    with forward.attending():
-        for batch in forward.collator.lay_out_evaluation(table, rows):
-            forward.heartbeat.beat(forward.heartbeat.step, "compute")
-            values, on_device = forward.token_losses(batch, reduction=wanted)
-            is_target = on_device.targets >= 0
-            found[on_device.answers["numbers"][is_target] - first] = values.T[is_target]
-    reshard_all(forward.model)
-    dist.all_reduce(found)  # a token is a target on one rank
-    return found.cpu().numpy()
+    first, count = int(table.num_targets[: rows[0]].sum()), int(table.num_targets[rows].sum())
+    batches = forward.collator.lay_out_evaluation(table, rows)
+    return _by_target(forward, batches, wanted, np.zeros((count, 2 * wanted.k + 1), np.float32), first)
 
 
-@torch.no_grad()
 def token_logprobs(forward: ForwardPass, table: TokenizedRows, *, at_start: bool = False) -> np.ndarray:
     """Log-probability of each learned token under the current weights or the first, float32 [tokens], 0 of others.
 
     Called on every rank, with the same rows.
     """
-    logps = torch.zeros(len(table.input_ids), device=forward.ranks.device)
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
+    # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds differently.
+    batches = forward.collator.lay_out_step(table, np.arange(len(table)))
+    with as_at_start(adapted_layers(forward.model) if at_start else ()):
+        return 0 - _by_target(forward, batches, "none", np.zeros((len(table.input_ids), 1), np.float32))[:, 0]
+
+
+@torch.no_grad()
+def _by_target(
+    forward: ForwardPass, batches: Batches, reduction: Reduction, empty: np.ndarray, first: int = 0
+) -> np.ndarray:
+    """Values of all ranks' targets, which the collator numbers from `first` on, in the rows of `empty`."""
+    found = torch.from_numpy(empty).to(forward.ranks.device)
     forward.model.eval()
-    with forward.attending(), as_at_start(adapted_layers(forward.model) if at_start else ()):
-        # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds differently.
-        for batch in forward.collator.lay_out_step(table, np.arange(len(table))):
+    with forward.attending():
+        for batch in batches:
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
-            losses, on_device = forward.token_losses(batch, reduction="none", alone=True)
-            logps[on_device.answers["table_indices"]] = -losses[0]  # padding has index 0 and loss 0
+            values, on_device = forward.token_losses(batch, reduction=reduction, alone=True)
+            is_target = on_device.targets >= 0
+            found[on_device.answers["table_indices"][is_target] - first] = values.T[is_target]
     reshard_all(forward.model)
-    dist.all_reduce(logps)  # a token is a target on one rank
-    return logps.cpu().numpy()
+    dist.all_reduce(found)  # a token is a target on one rank
+    return found.cpu().numpy()

@@ -33,7 +33,7 @@ def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Te
     """The number of each target among all of the table."""
     ends, counts = table.num_targets.cumsum()[rows], table.num_targets[rows]
     numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
-    return {"numbers": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
+    return {"table_indices": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
 
 
 class TaughtRows:

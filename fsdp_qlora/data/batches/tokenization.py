@@ -132,9 +132,8 @@ def dummy_rows(
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
-    desired = True if kind == TAUGHT else None
-    numbered = enumerate(ids, start=1)
-    tokenized = _flatten([EncodedRow(i, row, learned, split=split, desired=desired) for i, row in numbered])
+    made, desired = enumerate(ids, start=1), True if kind == TAUGHT else None
+    tokenized = _flatten([EncodedRow(i, row, learned, split=split, desired=desired) for i, row in made])
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
     return tokenized, report
@@ -207,10 +206,8 @@ def describe_sample(
 
     sides: names of its documents, if they are neither a pair nor an answer with a label.
     """
-    texts: list[str] = []
-    if not sides:
-        labels = ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
-        sides = labels or ["chosen", "rejected"]
+    texts, labels = list[str](), ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
+    sides = sides or labels or ["chosen", "rejected"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
         bounds = slice(*tokenized.document_offsets[document : document + 2])
         ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]
