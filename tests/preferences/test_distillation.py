@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.layers.test_divergence import divergence, grouped
 from tests.reference import encode, load_base, peft_model
-from tests.tiny import ROOT, flags, make_rows, run_ranks, train_ok, write_rows
+from tests.tiny import ROOT, all_slow_but, flags, make_rows, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
@@ -103,7 +103,7 @@ def check_same(output: Path, expected: tuple[list[float], list[float], dict[str,
         assert (values - adapter[name]).norm() <= 1e-5 * adapter[name].norm(), name
 
 
-@pytest.mark.parametrize("case", SELF)
+@pytest.mark.parametrize("case", all_slow_but("jsd", SELF))
 def test_five_steps_from_its_own_base_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
     model, rows, (ranks, options) = models("llama"), taught_rows(8), SELF[case]
     base = load_base(model, four_bit=False)
@@ -175,7 +175,7 @@ OFFLINE: dict[str, tuple[int, dict[str, Any]]] = {
 K = 7
 
 
-@pytest.mark.parametrize("case", OFFLINE)
+@pytest.mark.parametrize("case", all_slow_but("reverse", OFFLINE, nightly=["jsd"]))
 def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
     model, teacher = models("llama"), models("llama", num_hidden_layers=3, vocab_size=330)
     rows, (ranks, options) = make_rows(8), OFFLINE[case]
@@ -204,7 +204,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: P
     assert statuses == [2] and "has another tokenizer than" in said, said[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapted_teacher_in_16_bits_teaches_a_quantized_student(models: Models, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     run = run_options(models("llama"), file, train_type="qlora", batch_size=4, lr=1.0, precision="bf16")
