@@ -35,6 +35,9 @@ RUNS: dict[str, dict[str, object]] = {
     # For what quantization costs; one step, since training is the same.
     "qlora, nf4 without double quantization": {"train_type": "qlora", "double_quant": "false", "max_steps": 1},
     "qlora, fp4": {"train_type": "qlora", "quant_type": "fp4", "max_steps": 1},
+    "qlora, mxfp4": {"train_type": "qlora", "quant_type": "mxfp4", "max_steps": 1},
+    "qlora, nvfp4": {"train_type": "qlora", "quant_type": "nvfp4", "max_steps": 1},
+    "qlora, fp8": {"train_type": "qlora", "quant_type": "fp8", "max_steps": 1},
     "hqq_lora, 8 bits": {"train_type": "hqq_lora", "n_bits": 8, "max_steps": 1},
     "hqq_lora, 3 bits": {"train_type": "hqq_lora", "n_bits": 3, "max_steps": 1},
     "hqq_lora, 2 bits in groups of 32": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 32, "max_steps": 1},
@@ -42,7 +45,7 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 def measure(options: dict[str, object], arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """One run: its losses and the size of its files. Exits with the run's output if it fails."""
+    """One run: its losses. Exits with the run's output if it fails."""
     common = {
         "model_name": arguments.model_name,
         "dataset": arguments.dataset,
@@ -75,7 +78,6 @@ def measure(options: dict[str, object], arguments: argparse.Namespace, folder: P
     records = [json.loads(line) for line in (folder / "output" / "metrics.jsonl").read_text().splitlines()]
     held_out = [record["eval_loss"] for record in records if "eval_loss" in record]
     trained = [record["loss"] for record in records if "loss" in record]
-    described = [line.strip() for line in run.stdout.splitlines() if line.startswith(("Model:", "  ")) and "," in line]
     return {
         "held_out_before": held_out[0],
         "held_out_after": held_out[-1],
@@ -83,9 +85,6 @@ def measure(options: dict[str, object], arguments: argparse.Namespace, folder: P
         "training_last": trained[-1],
         "steps": len(trained),
         "seconds": round(time.perf_counter() - started, 1),
-        "memory": next(
-            line for line in described if "codes" in line or "frozen" in line or "trainable weights" in line
-        ),
     }
 
 
