@@ -6,6 +6,7 @@ experts; A [rank, in], B [out, rank].
 
 import contextlib
 import dataclasses
+import math
 import shutil
 import sys
 import warnings
@@ -229,6 +230,7 @@ class MergedModel:
     copies: Mapping[str, str]
     dequantize: Callable[[str], torch.Tensor | None] | None = None
     is_reduced: bool = False
+    keeps_format = False  # whether its files are in the base's format
 
     def forms(self) -> dict[str, TensorForm]:
         """Every tensor of the merged model's files, in the base's order."""
@@ -248,7 +250,7 @@ class MergedModel:
                 done.add(part)
                 yield part, start, values.to(forms[part].dtype)
         for name in forms.keys() - done:
-            for start, stop in _spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
+            for start, stop in spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
                 yield name, start, self.weights.files.read_flat(name, start, stop)
 
     def whole(self, name: str) -> torch.Tensor:
@@ -300,7 +302,7 @@ class MergedModel:
         columns = self.parameters[name][-1] if self.parameters[name] else 1
         before = 0
         for part, first, last in self._parts(name):
-            for start, stop in _spans(last - first, columns):
+            for start, stop in spans(last - first, math.lcm(columns, self._unit(part))):
                 values = read(before + start, before + stop)
                 if change:
                     rows = values.float().view(-1, columns)
@@ -308,8 +310,12 @@ class MergedModel:
                 yield part, first + start, values
             before += last - first
 
+    def _unit(self, part: str) -> int:
+        """The number of elements of a tensor of the files that are changed together."""
+        return 1
 
-def _spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
+
+def spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
     """Pieces of whole rows."""
     size = max(1, _PIECE // columns) * columns
     return ((start, min(start + size, count)) for start in range(0, count, size))
@@ -345,7 +351,7 @@ class Merge:
     adapter: PeftFolder
     original: MergedModel
     layers: Mapping[str, Any]
-    is_decoded: bool
+    stored: PackedFormat | None
 
     def on(self, base: str, ranks: Ranks, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> MergedModel:
         """The merged model.
@@ -399,7 +405,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         None, split_ends(model, changes),
     )  # fmt: skip
     layers = quantized_layers(quantized) if quantized is not None else {}
-    return Merge(run, folder, config, adapter, merged, layers, is_decoded=bool(stored or packed))
+    return Merge(run, folder, config, adapter, merged, layers, found)
 
 
 def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None) -> PreTrainedModel:
@@ -478,9 +484,10 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     """The base's config.json as the merged model needs it."""
     content = read_json(merge.folder / "config.json")
     text = content.get("text_config", content)
-    if merge.is_decoded:
+    is_decoded = merge.stored is not None and not merged.keeps_format
+    if is_decoded:
         content.pop("quantization_config", None)
-    if merged.dtype or merge.is_decoded:
+    if merged.dtype or is_decoded:
         for part in (content, text):
             part.pop("torch_dtype", None)
             part["dtype"] = str(merged.dtype or torch.bfloat16).removeprefix("torch.")

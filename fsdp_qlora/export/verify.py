@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from fsdp_qlora.data.run_data import prepare_rows, record_of
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.export.merge import Merge, MergedModel
 from fsdp_qlora.export.model_folder import build_plain_model
+from fsdp_qlora.export.rounded import RoundedModel
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.planning.run_plan import data_options
@@ -85,9 +86,17 @@ def compare(merge: Merge, rows: list[VerifyRow], ranks: Ranks, mesh: DeviceMesh,
     return better
 
 
+def compare_written(merge: Merge, written: RoundedModel, rows: list[VerifyRow], ranks: Ranks) -> None:
+    """Print loss and divergence of a model that was written in its base's format."""
+    assert merge.stored is not None
+    models = {"trained": dataclasses.replace(merge.original, dtype=torch.float32), merge.stored.name: written}
+    for line in _describe(_evaluate(merge, models, rows, ranks, lambda: None), rows, merge.stored.name):
+        log.info(line)
+
+
 @torch.no_grad()
 def _evaluate(
-    merge: Merge, merged: dict[str, MergedModel], rows: list[VerifyRow], ranks: Ranks, done: Callable[[], object]
+    merge: Merge, merged: Mapping[str, MergedModel], rows: list[VerifyRow], ranks: Ranks, done: Callable[[], object]
 ) -> dict[str, Result]:
     """The results of the models, the first of which is the trained one. done: called when a weight was used."""
     losses: dict[str, list[float]] = {name: [] for name in merged}

@@ -121,29 +121,32 @@ class Fp8Experts(QuantizedExperts, Fp8Weight):
     """The experts of a layer in FP8."""
 
 
+def block_scales(rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype) -> torch.Tensor:
+    """The scales, float32 [row blocks, column blocks], of float32 rows [rows, columns]."""
+    (count, columns), (height, width) = rows.shape, block
+    padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
+    groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
+    if not count:  # there are fewer rows than ranks
+        return rows.new_empty(0, groups.shape[2])
+    scale = groups.amax((1, 3)) / torch.finfo(code_dtype).max
+    return torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
+
+
 def quantize_blocks(
     rows: torch.Tensor,
     block: tuple[int, int] | None = None,
     code_dtype: torch.dtype = torch.float8_e4m3fn,
-    scale_dtype: torch.dtype = torch.float32,
-    *,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize [rows, columns] to codes and scales [row blocks, column blocks].
 
-    block: rows and columns that share a scale; by default a row. scale: use this one, [1, 1], for all.
+    block: rows and columns that share a scale; by default a row. scale: use these; [1, 1] for all.
     """
-    rows, largest = rows.float(), torch.finfo(code_dtype).max
-    count, columns = rows.shape
-    height, width = block or (1, columns)
+    rows, block = rows.float(), block or (1, rows.shape[1])
     if scale is None:
-        padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
-        groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
-        # amax does not reduce an empty tensor: there may be fewer rows than ranks.
-        scale = groups.amax((1, 3)) / largest if count else rows.new_empty(0, groups.shape[2])
-        scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale).to(scale_dtype)
-    codes = rows / spread_scales(scale, (height, width), rows.shape)
-    return codes.clamp(-largest, largest).to(code_dtype), scale
+        scale = block_scales(rows, block, code_dtype)
+    largest = torch.finfo(code_dtype).max
+    return (rows / spread_scales(scale, block, rows.shape)).clamp(-largest, largest).to(code_dtype), scale
 
 
 def spread_scales(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
-from fsdp_qlora.model.quantizers.fp8 import quantize_blocks, spread_scales
+from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
 from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
 from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
 from fsdp_qlora.model.quantizers.packed import INTEGERS, PackedFormat
@@ -186,21 +186,27 @@ class _Fp8Tensor(DecodedTensor):
 
     def __init__(self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> None:
         super().__init__(parts, codes.shape, torch.bfloat16, unit=block[0] * codes.shape[1])
-        self._codes, self._scale, self._block = codes, scale, block
+        self._codes, self._block, self._has_one = codes, block, scale.shape.numel() == 1
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         values = read(self.parts[0], begin * self.unit, min(end * self.unit, self.shape.numel()))
-        values, width = values.view(-1, self.shape[1]).float(), -(-self.shape[1] // self._block[1])
-        first, last = (0, 1) if self._scale.shape.numel() == 1 else (begin * width, end * width)
-        return values.mul_(spread_scales(read(self.parts[1], first, last).view(-1, width), self._block, values.shape))
+        values = values.view(-1, self.shape[1]).float()
+        return values.mul_(spread_scales(self._scales(read, begin, end), self._block, values.shape))
+
+    def _scales(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        """The scales of units [begin, end), [row blocks, column blocks]; or the only one."""
+        width = -(-self.shape[1] // self._block[1])
+        first, last = (0, 1) if self._has_one else (begin * width, end * width)
+        return read(self.parts[1], first, last).view(-1, width)
 
     def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
-        values = values.view(-1, self.shape[1])
-        kept = read(self.parts[1], 0, 1).view(1, 1) if self._scale.shape.numel() == 1 else None
-        codes, scale = quantize_blocks(values, self._block, self._codes.dtype, self._scale.dtype, scale=kept)
-        yield self.parts[0], start, codes
-        if kept is None:
-            yield self.parts[1], start // self.unit * scale.shape[1], scale
+        rows, begin = values.float().view(-1, self.shape[1]), start // self.unit
+        scale = self._scales(read, begin, begin + -(-len(values) // self.unit))
+        if not self._has_one:  # keep scales, but for larger values: decoded weights are rounded to bf16
+            new = block_scales(rows, self._block, self._codes.dtype).to(scale.dtype)
+            scale = torch.where(new.float() > scale.float() * (1 + 2**-8), new, scale)
+            yield self.parts[1], begin * scale.shape[1], scale
+        yield self.parts[0], start, quantize_blocks(rows, self._block, self._codes.dtype, scale)[0]
 
 
 class _E2m1Tensor(DecodedTensor):

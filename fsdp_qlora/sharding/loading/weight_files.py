@@ -181,12 +181,12 @@ class WeightFiles:
 
     def unit(self, name: str) -> int:
         """The number of elements of a tensor that can only be decoded, and encoded, together."""
-        tensor = self._tensors[name]
+        tensor = self._tensors.get(name)
         return tensor.unit if isinstance(tensor, DecodedTensor) else 1
 
     def encode(self, name: str, start: int, values: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Flat values of whole units as (tensor in the files, first element, values): rounded if it is decoded."""
-        tensor = self._tensors[name]
+        tensor = self._tensors.get(name)
         if isinstance(tensor, DecodedTensor):
             yield from tensor.encode(self._read_stored, start, values)
         else:

@@ -1,0 +1,104 @@
+"""`fsdp-qlora merge --format same`: an adapter merged into a published model, which stays in its format."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Mxfp4Config
+
+from fsdp_qlora.export import merge as merging
+from tests.commands.test_merge import EXPERTS, make_adapter, merge
+from tests.loading.test_integers import save_awq
+from tests.loading.test_prequantized import save_mxfp4
+from tests.loading.test_published import E2M1, FORMS, decode, save_plain
+from tests.parity.test_experts import FAMILIES
+from tests.tiny import all_slow_but, make_rows, write_rows
+
+Models = Callable[..., Path]
+
+
+def without_update(adapter: Path, folder: Path) -> Path:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+    changed = {name: value * ("lora_B" not in name) for name, value in tensors.items()}
+    save_file(changed, folder / "adapter_model.safetensors")
+    return folder
+
+
+def numbers(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A tensor of a file as numbers: bytes of codes as E2M1."""
+    if value.dtype != torch.uint8 or "scale" in name:
+        return value.float()
+    return E2M1[torch.stack([value % 16, value // 16], dim=-1).long()]
+
+
+def check_effect(line: str, base: dict, merged: dict, written: dict) -> None:
+    """Compare what was said with the definition, over the weights whose changes are rounded."""
+    names = [name for name in base if "_proj" in name and not torch.equal(base[name], merged[name].float())]
+    u, r = (torch.cat([(of[name].float() - base[name]).flatten() for name in names]) for of in (merged, written))
+    share = float(r @ u / (u @ u))
+    said = re.findall(r": ([\d.]+)% of the adapter's update is left, and rounding adds ([\d.]+) times", line)[0]
+    assert float(said[0]) / 100 == pytest.approx(share, abs=0.01) and 0.3 < share < 1.1
+    assert float(said[1]) == pytest.approx(float((r - share * u).norm() / u.norm()), abs=0.02)
+
+
+@pytest.mark.parametrize("form", all_slow_but("nvfp4", [*FORMS, "gpt_oss"]))
+def test_an_adapter_is_merged_into_the_published_format(
+    form: str, models: Models, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
+    is_mixture = form == "gpt_oss"
+    source, folder = models(form, **FAMILIES[form]) if is_mixture else models("llama"), tmp_path / "model"
+    (save_mxfp4 if is_mixture else FORMS[form])(source, folder)
+    if is_mixture:
+        kind = Mxfp4Config(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=kind)
+        base = {name: model.state_dict()[name].float() for name in load_file(source / "model.safetensors")}
+    else:
+        base = decode(folder)
+    adapter, out = make_adapter(source, tmp_path / "adapter", **(EXPERTS if is_mixture else {})), tmp_path / "out"
+    assert merge("--adapter", adapter, "--out", out, "--model_name", folder, "--format", "same") == 0
+    before, after = (load_file(path / "model.safetensors") for path in (folder, out))
+    forms = [{name: (value.shape, value.dtype) for name, value in of.items()} for of in (before, after)]
+    assert forms[0] == forms[1]
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, out)]
+    assert configs[0] == configs[1] and "quantization_config" in configs[0]
+    plain = AutoModelForCausalLM.from_pretrained(save_plain(source, tmp_path / "plain", base), dtype=torch.float32)
+    merged = PeftModel.from_pretrained(plain, adapter).merge_and_unload().state_dict()
+    if not is_mixture:
+        check_effect(next(line for line in lines if "Rounded to" in line), base, merged, decode(out))
+    # Without an update everything stays as it is, but for the signs of zeros.
+    nothing, same = without_update(adapter, tmp_path / "nothing"), tmp_path / "same"
+    assert merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
+    for name, value in load_file(same / "model.safetensors").items():
+        assert torch.equal(numbers(name, value), numbers(name, before[name])), name
+
+
+def test_the_rounded_model_is_compared_on_rows(models: Models, tmp_path: Path, lines: list[str]) -> None:
+    folder, adapter = tmp_path / "model", make_adapter(models("llama"), tmp_path / "adapter")
+    FORMS["transformers' fp8"](models("llama"), folder)
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    argv = ["--adapter", adapter, "--model_name", folder, "--format", "same", "--train_type", "qlora"]
+    assert merge(*argv, "--out", tmp_path / "out", "--verify", rows) == 0
+    said = "\n".join(lines)
+    trained, written = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
+    (divergence,) = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
+    assert "merged into the FP8 base" in said and 0 < divergence < 0.1
+    assert trained != written and trained == pytest.approx(written, rel=0.05)
+
+
+def test_what_cannot_stay_in_its_format_is_refused_by_name(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, adapter = models("llama"), make_adapter(models("llama"), tmp_path / "adapter")
+    save_awq(source, tmp_path / "awq")
+    for base, name in ((source, "16 or 32 bits"), (tmp_path / "awq", "AWQ")):
+        argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", base, "--format", "same"]
+        assert merge(*argv) == 2
+        assert f"is stored in {name}, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err
