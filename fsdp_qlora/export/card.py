@@ -57,9 +57,10 @@ def training_record(
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
     installed, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
+    stored = {"format": about["base_format"]} if "base_format" in about else {}
     record = {
         "format": 1,
-        "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
+        "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base"), **stored},
         "run_id": about["run_id"],
         "parent": about.get("parent"),
         "step": step,
@@ -120,6 +121,7 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
         {"merged": None, **record},
         metadata=metadata.to_yaml(),
         base=base,
+        stored=record["base"].get("format"),
         kind=kind,
         kinds=_KINDS,
         perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 and not preference else None,

@@ -348,6 +348,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         "options": options,
         "facts": {"base": base, **facts, "adapter": digest},
         **({"parent": parent} if parent else {}),
+        **({"base_format": plan.model.packed.name} if plan.model.packed else {}),
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
         "versions": versions(),

@@ -224,6 +224,7 @@ def test_training_on_a_published_model_resumes_and_is_merged(models: Models, tmp
     train_ok(2, tmp_path / "resumed", resume=checkpoint, **common)
     adapters = [tmp_path / run / "adapter_model.safetensors" for run in ("whole", "resumed")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    assert "- Base: model, in NVFP4 as it is stored\n" in (tmp_path / "whole" / "README.md").read_text()
     assert main(["merge", "--adapter", str(tmp_path / "whole"), "--out", str(out), "--dtype", "bf16"]) == 0
     stored = load_file(folder / "model.safetensors")
     decoded = {
