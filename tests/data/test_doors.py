@@ -122,7 +122,7 @@ sharding.loading.weight_files:_buffer
         checkpoint.checkpoint:verify checkpoint.checkpoint:_read_manifest checkpoint.result:result_error
         checkpoint.run_folder:_read sharding.loading.quant_cache:read_description
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
-        observability.metric_log:copy_records
+        data.batches.taught:TaughtRows.read observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
         distributed.supervision.watchdog:Watchdog._end_hanging observability.metric_log:JsonlSink.__init__
         utils.files:flush utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write

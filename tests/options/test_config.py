@@ -418,8 +418,8 @@ IDENTITY = """
     context_length streaming eval_fraction objective lr num_epochs max_steps lr_scheduler warmup optimizer wd grad_norm
     seed deterministic lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
     use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type label_smoothing sft_weight
-    simpo_gamma kto_weights rating_threshold num_generations max_completion_length temperature scale_rewards epsilon
-    num_iterations
+    simpo_gamma kto_weights rating_threshold teacher teacher_adapter top_k num_generations max_completion_length
+    temperature scale_rewards epsilon num_iterations
 """
 
 
