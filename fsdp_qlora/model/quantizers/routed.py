@@ -262,8 +262,6 @@ def _multiply(
     if isinstance(base, AdaptedExperts):
         base, lora_A, lora_B = base
     is_plain = not isinstance(base, QuantizedExperts)
-    if not is_plain and base.bring:
-        base.bring([expert for expert, start in enumerate([0, *choices.ends[:-1]]) if start < choices.ends[expert]])
     dtype, weight = (computing_dtype(x), base) if is_plain else (base.compute_dtype, None)
 
     def product(group: Group) -> FrozenProduct:
@@ -292,6 +290,8 @@ def _multiply(
     row = sum(base.shape[1:]) * dtype.itemsize + (0 if shares is None else features * (dtype.itemsize + 4))
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
     call = _Call(choices.groups(weights, row, most), product, choices.tokens, gathers, transposed, out)
+    if not is_plain and base.bring:
+        base.bring([expert for group in call.groups for expert in group.experts])
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
 
