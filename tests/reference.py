@@ -155,12 +155,18 @@ def train_plainly(
             inputs = {name: value for name, value in batch.items() if name not in ("labels", "attention_mask")}
             logits = model(**inputs, use_cache=False).logits[0, :-1]
             total = total + F.cross_entropy(logits, batch["labels"][0, 1:], ignore_index=-100, reduction="sum")
-        (total / count).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_plainly(optimizer, total / count))
         losses.append(total.item() / count)
     return losses, norms, get_peft_model_state_dict(model)
+
+
+def step_plainly(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """A step with a gradient of norm 1 at most; returns the norm before."""
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0).item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def peft_model(base: torch.nn.Module, **options: object) -> PeftModel:

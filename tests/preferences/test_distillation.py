@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from tests.layers.test_divergence import divergence, grouped
-from tests.reference import encode, load_base, peft_model
+from tests.reference import encode, load_base, peft_model, step_plainly
 from tests.tiny import ROOT, all_slow_but, flags, make_rows, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -72,10 +72,7 @@ def distill_plainly(
             total = total + divergence(logps, taught, options["beta"]).sum()
             targets = labels[0, 1:][labels[0, 1:] != -100]
             total = total + options.get("sft_weight", 0.0) * F.cross_entropy(own, targets, reduction="sum")
-        (total / count).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        norms.append(step_plainly(optimizer, total / count))
         losses.append(total.item() / count)
     return losses, norms, get_peft_model_state_dict(model)
 
