@@ -1,10 +1,10 @@
 """What one GPU shows of this program, without a checkpoint: `python benchmarks/gpu.py --report report.md`.
 
 Each part runs in a process of its own for a limited time, and one that fails or takes too long is an `error` in the
-JSON and does not stop the others. Some parts measure (gpu_parts.py), others are tests of tests/gpu; tests next to each
-other run side by side. benchmarks/README.md has a table of the parts. --report writes one Markdown file to send to the
-project, after each part: figures with their aims and plans, what failed, versions; without paths and names of the
-machine and its user.
+JSON and does not stop the others. Some parts measure (gpu_parts.py, gpu_models.py), others are tests of tests/gpu;
+tests next to each other run side by side. benchmarks/README.md has a table of the parts. --report writes one Markdown
+file to send to the project, after each part: figures with their aims and plans, what failed, versions; without paths
+and names of the machine and its user.
 
 Exits with 1 if a part fails or a loss does not fall; that a card is too small for a batch, a missed aim, and a part for
 which no time was left are no failures. Without a GPU it says so and exits with 0; --tiny runs the measured parts on a
@@ -178,7 +178,7 @@ def _wait(process: "subprocess.Popen[bytes]", end: float) -> tuple[str, float]:
 
 def run_here(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A measured part's results, from this process."""
-    from benchmarks.gpu_parts import measure_part
+    from benchmarks.gpu_models import measure_part
 
     started = time.perf_counter()
     found = measure_part(name, args)

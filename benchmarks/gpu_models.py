@@ -2,10 +2,13 @@
 
 import argparse
 import contextlib
-import dataclasses
+import json
+import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig
 
+from benchmarks import gpu_parts
+from benchmarks.common import is_stand_in
 from benchmarks.gpu_parts import (
-    at_least,
     build,
+    measure_kinds,
     note,
     process_group,
     ratio_of,
@@ -27,7 +32,7 @@ from benchmarks.gpu_parts import (
 )
 from benchmarks.gpu_steps import Batch, measure
 from benchmarks.one_rank import limit_memory
-from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.quantizers.routed import loops_over_experts
 
@@ -56,24 +61,8 @@ def measure_batches(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 def measure_formats(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """A step of the whole 8B with a base in each of the formats in which models are published, beside its plan."""
-    work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=args.layers)
-    found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}
-    speeds: dict[str, float] = {}
-    with process_group(ranks):
-        for kind in ("nf4", "mxfp4", "nvfp4", "fp8"):
-            started = time.perf_counter()
-            train, [step_rows] = build(work, ranks, quant_type=kind)
-            found["load_seconds"][kind] = time.perf_counter() - started
-            steps = train.steps(step_rows)
-            found["losses"][kind] = steps["losses"]
-            tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
-            speeds[kind] = tokens / statistics.median(steps["step_seconds"])
-            found["planned"] |= {f"{kind}, {name}": each for name, each in train.planned.items()}
-            found["rows"] = [row(f"formats, 8B, {work.batches[0]}", "tokens/s", speeds)]
-            note(args, found)  # for the case that time runs out
-            del train
-            release(ranks.device)
-    return found
+    kinds = {kind: {"quant_type": kind} for kind in ("nf4", "mxfp4", "nvfp4", "fp8")}
+    return measure_kinds(args, ranks, "formats", kinds)
 
 
 def measure_experts(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
@@ -116,16 +105,15 @@ def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             reset_peak(ranks.device)
             started = time.perf_counter()
             with contextlib.suppress(torch.OutOfMemoryError):
-                train, [step_rows] = build(dataclasses.replace(work), ranks, use_cpu_offload=offload)
+                train, [step_rows] = build(work, ranks, use_cpu_offload=offload)
                 found["load_seconds"][name] = time.perf_counter() - started
                 steps = train.steps(step_rows)
                 found["losses"][name] = steps["losses"]
                 speeds[name] = work.batches[0].length / statistics.median(steps["step_seconds"])
                 found["planned"] |= {f"{name}, {each}": figures for each, figures in train.planned.items()}
                 del train
-            aim, fits = f"fits in {gib:g} GiB", at_least(speeds.get(name, 0.0) > 0, 1.0)
-            one = {name: speeds.get(name, float("nan"))}
-            found.setdefault("rows", []).append(row("the whole 70B", "tokens/s", one, aim=aim, holds=fits))
+            aim, one = f"fits in {gib:g} GiB", {name: speeds.get(name, float("nan"))}
+            found.setdefault("rows", []).append(row("the whole 70B", "tokens/s", one, aim=aim, holds=name in speeds))
             note(args, found)  # for the case that time runs out
             release(ranks.device)
     return found
@@ -195,10 +183,25 @@ def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return rotated
 
 
-MEASURES = {
+MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
+    **gpu_parts.MEASURES,
     "alternatives": measure_alternatives,
     "batches": measure_batches,
     "formats": measure_formats,
     "experts": measure_experts,
     "whole": measure_whole,
 }
+
+
+def measure_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A part's results, from this process: what was noted before an error too."""
+    has_values = not is_stand_in() or os.environ.get("PHANTOM_VALUES") == "1"
+    try:
+        found = MEASURES[name](args, read_ranks())
+    except Exception as error:  # whatever it is, the other parts go on
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        if args.one_part:
+            traceback.print_exc()
+    earlier = json.loads(Path(args.output).read_text()) if args.one_part and Path(args.output).exists() else {}
+    note(args, found := {**earlier, **found, "has_values": has_values})
+    return found

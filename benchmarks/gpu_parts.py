@@ -9,13 +9,11 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,13 +26,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import PretrainedConfig
 
-from benchmarks.common import RandomWeights, build_run, describe_machine, is_stand_in
+from benchmarks.common import RandomWeights, build_run, describe_machine
 from benchmarks.gpu_steps import GIB, Batch, Steps, Timed, make_config, make_options, make_rows, measure, synchronize
 from benchmarks.one_rank import limit_memory
 from benchmarks.peers import measure_peers
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
-from fsdp_qlora.distributed.ranks import Ranks, read_ranks
+from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.run.load_model import build_trainer
@@ -420,31 +418,44 @@ def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def measure_types(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """A step of the whole 8B with each quantizer and with DoRA, beside its plan."""
+def measure_kinds(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    item: str,
+    kinds: Mapping[str, Mapping[str, Any]],
+    recompute: Sequence[str] = ("all",),
+) -> dict[str, Any]:
+    """A step of the whole 8B with the options of each kind, beside its plan."""
     work = work_of(args, ranks, "8b", (Batch(4, 2048),), layers=args.layers)
     found: dict[str, Any] = {"planned": {}, "load_seconds": {}, "losses": {}}
     speeds: dict[str, float] = {}
     with process_group(ranks):
-        for kind in ("qlora", "bnb_dora", "int8_lora", "hqq_lora"):
+        for kind, options in kinds.items():
             started = time.perf_counter()
-            train, [step_rows] = build(work, ranks, train_type=kind)
+            train, [step_rows] = build(work, ranks, **options)
             found["load_seconds"][kind] = time.perf_counter() - started
-            for name in ("all", "none"):
+            for name in recompute:
                 if name == "none":
                     set_recompute(train.run.trainer.model, 0)
                     release(ranks.device)
+                label = f"{kind}, recompute {name}" if len(recompute) > 1 else kind
                 with contextlib.suppress(torch.OutOfMemoryError):
                     steps = train.steps(step_rows)
-                    found["losses"][f"{kind}, recompute {name}"] = steps["losses"]
+                    found["losses"][label] = steps["losses"]
                     tokens = int(train.run.plan.data.train.lengths[step_rows].sum())
-                    speeds[f"{kind}, recompute {name}"] = tokens / statistics.median(steps["step_seconds"])
+                    speeds[label] = tokens / statistics.median(steps["step_seconds"])
             found["planned"] |= {f"{kind}, {name}": each for name, each in train.planned.items()}
-            found["rows"] = [row(f"train types, 8B, {work.batches[0]}", "tokens/s", speeds)]
+            found["rows"] = [row(f"{item}, 8B, {work.batches[0]}", "tokens/s", speeds)]
             note(args, found)  # for the case that time runs out
             del train
             release(ranks.device)
     return found
+
+
+def measure_types(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """A step of the whole 8B with each quantizer and with DoRA, beside its plan."""
+    kinds = {kind: {"train_type": kind} for kind in ("qlora", "bnb_dora", "int8_lora", "hqq_lora")}
+    return measure_kinds(args, ranks, "train types", kinds, ("all", "none"))
 
 
 MEASURES: dict[str, Callable[[argparse.Namespace, Ranks], dict[str, Any]]] = {
@@ -464,19 +475,3 @@ def note(args: argparse.Namespace, result: dict[str, Any]) -> None:
         partial = Path(f"{args.output}.partial")
         partial.write_text(json.dumps(result))
         partial.replace(args.output)
-
-
-def measure_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A part's results, from this process: what was noted before an error too."""
-    from benchmarks import gpu_models
-
-    has_values = not is_stand_in() or os.environ.get("PHANTOM_VALUES") == "1"
-    try:
-        found = (MEASURES | gpu_models.MEASURES)[name](args, read_ranks())
-    except Exception as error:  # whatever it is, the other parts go on
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        if args.one_part:
-            traceback.print_exc()
-    earlier = json.loads(Path(args.output).read_text()) if args.one_part and Path(args.output).exists() else {}
-    note(args, found := {**earlier, **found, "has_values": has_values})
-    return found
