@@ -37,7 +37,7 @@ OPTIONS = {"TrainConfig"}
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 33_318,
-    "files of the library": 150,
+    "files of the library": 149,
     "packages of the library": 13,
     "files at the package's root": 3,
     "options": 94,

@@ -82,14 +82,13 @@ def merge_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base",
         choices=["original", "dequantized"],
+        default="original",
         help="weights to merge into: those of the base's files, or the dequantized ones that the adapter was trained "
-        "on (default: original; with --verify, the better one)",
+        "on (default: original)",
     )
     parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="number format; auto is the base's")
     help = "same: round the weights to the format in which the base is published (MXFP4, NVFP4, FP8)"
     parser.add_argument("--format", choices=["same"], help=help)
-    parser.add_argument("--verify", metavar="ROWS", help="compare both bases with the trained model: loss, divergence")
-    parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -107,7 +106,6 @@ def merge(args: argparse.Namespace) -> None:
     from fsdp_qlora.export.merge import check_base, one_process, open_merge, write_merged
     from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.export.rounded import rounded, write_rounded
-    from fsdp_qlora.export.verify import compare, compare_written, read_rows
 
     return_freed_memory()
     out = Path(args.out)
@@ -117,18 +115,13 @@ def merge(args: argparse.Namespace) -> None:
     same = rounded(planned) if args.format else None
     if same and (args.base == "dequantized" or args.dtype != "auto"):
         raise UserError("--format same merges into the weights of the base's files, in their types: give no other.")
-    if args.base or not args.verify:
-        check_base(planned, args.base or "original")
-    rows = read_rows(planned, args.verify, args.verify_rows) if args.verify else None
-    dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
+    check_base(planned, args.base)
     if same:
-        written = write_rounded(planned, same, out)
-        if rows:
-            compare_written(planned, written, rows, ranks)
+        write_rounded(planned, same, out)
         return
+    dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
     with one_process(ranks) as mesh:
-        better = compare(planned, rows, ranks, mesh, dtype) if rows else "original"
-        write_merged(planned, planned.on(args.base or better, ranks, mesh, dtype), out)
+        write_merged(planned, planned.on(args.base, ranks, mesh, dtype), out)
 
 
 def gguf_options(parser: argparse.ArgumentParser) -> None:

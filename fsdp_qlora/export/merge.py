@@ -253,15 +253,6 @@ class MergedModel:
             for start, stop in spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
                 yield name, start, self.weights.files.read_flat(name, start, stop)
 
-    def whole(self, name: str) -> torch.Tensor:
-        """One of the model's parameters, in the dtype of the merged files."""
-        whole = torch.empty(self.shape(name).numel(), dtype=self.dtype or self._own_dtype(name))
-        done = 0
-        for _, _, values in self._changed(name):
-            whole[done : done + len(values)] = values
-            done += len(values)
-        return whole.view(self.shape(name))
-
     def _order(self) -> list[str]:
         """The parameters that are computed, in the order of the base's files."""
         files = self.weights.files
@@ -353,16 +344,15 @@ class Merge:
     layers: Mapping[str, Any]
     stored: PackedFormat | None
 
-    def on(self, base: str, ranks: Ranks, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> MergedModel:
+    def on(self, base: str, ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None) -> MergedModel:
         """The merged model.
 
         Args:
             base: original or dequantized. dtype: None for that of the base's files.
-            mesh: of this one process; needed for `dequantized`.
+            mesh: of this one process.
         """
         if base == "original" or not self.layers:
             return dataclasses.replace(self.original, dtype=dtype)
-        assert mesh is not None
         is_reduced = reduces_base(self.run.init_lora_weights)
         weights, changes, device = self.original.weights, self.original.changes, ranks.device
 

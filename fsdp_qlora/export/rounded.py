@@ -22,12 +22,11 @@ log = logging.getLogger("fsdp_qlora")
 class RoundedModel(MergedModel):
     """A merged model in the format of the base's files, to which what the adapter changes is rounded again.
 
-    raw: the base's files, not decoded. written: the model's own.
+    raw: the base's files, not decoded.
     """
 
     keeps_format = True
     raw: WeightFiles
-    written: WeightFiles | None = None
 
     def forms(self) -> dict[str, TensorForm]:
         plain = {name: form for name, form in super().forms().items() if self._unit(name) == 1}
@@ -48,25 +47,19 @@ class RoundedModel(MergedModel):
                 values = self.raw.read_flat(name, start, stop)
                 yield name, start * values.itemsize, values.view(torch.uint8)
 
-    def whole(self, name: str) -> torch.Tensor:
-        """One of the model's parameters as it was written, in float32."""
-        assert self.written is not None
-        return torch.cat([self.written.read_flat(*part).float() for part in self._parts(name)]).view(self.shape(name))
-
-    def effect_left(self) -> tuple[float, float]:
+    def effect_left(self, written_files: WeightFiles) -> tuple[float, float]:
         """The share of the adapter's update u that the written weights have, and what rounding adds to it.
 
         Returns:
             <r, u> / <u, u> for the difference r of the written weights from the base's, and the length of the rest of
             r, which is orthogonal to u, divided by that of u. Over all rounded weights.
         """
-        assert self.written is not None
         sums = torch.zeros(3, dtype=torch.float64)
         for name in self.changes.layers.keys() - self.changes.replaced.keys() - self.copies.keys():
             for part, start, merged in self._changed(name):
                 if self._unit(part) > 1:
                     span = (part, start, start + len(merged))
-                    base, written = (files.read_flat(*span).float() for files in (self.weights.files, self.written))
+                    base, written = (files.read_flat(*span).float() for files in (self.weights.files, written_files))
                     u, r = merged - base, written - base
                     sums += torch.stack([u @ u, r @ u, r @ r])
         of_update, along, of_difference = sums.tolist()
@@ -89,14 +82,12 @@ def rounded(merge: Merge) -> RoundedModel:
     return RoundedModel(**fields, raw=WeightFiles(merge.folder))
 
 
-def write_rounded(merge: Merge, model: RoundedModel, out: Path) -> RoundedModel:
-    """Write the folder and say what rounding has left of the adapter. Returns the model as it was written."""
+def write_rounded(merge: Merge, model: RoundedModel, out: Path) -> None:
+    """Write the folder and say what rounding has left of the adapter."""
     assert merge.stored is not None
     write_merged(merge, model, out)
-    written = dataclasses.replace(model, written=WeightFiles(out, merge.stored))
-    share, rest = written.effect_left()
+    share, rest = model.effect_left(WeightFiles(out, merge.stored))
     log.info(
         "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f times its length.",
         merge.stored.name, 100 * share, rest,
     )  # fmt: skip
-    return written

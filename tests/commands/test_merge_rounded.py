@@ -17,7 +17,7 @@ from tests.loading.test_integers import save_awq
 from tests.loading.test_prequantized import save_mxfp4
 from tests.loading.test_published import E2M1, FORMS, decode, save_plain
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import all_slow_but, make_rows, write_rows
+from tests.tiny import all_slow_but
 
 Models = Callable[..., Path]
 
@@ -78,19 +78,6 @@ def test_an_adapter_is_merged_into_the_published_format(
     assert merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
     for name, value in load_file(same / "model.safetensors").items():
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
-
-
-def test_the_rounded_model_is_compared_on_rows(models: Models, tmp_path: Path, lines: list[str]) -> None:
-    folder, adapter = tmp_path / "model", make_adapter(models("llama"), tmp_path / "adapter")
-    FORMS["transformers' fp8"](models("llama"), folder)
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    argv = ["--adapter", adapter, "--model_name", folder, "--format", "same", "--train_type", "qlora"]
-    assert merge(*argv, "--out", tmp_path / "out", "--verify", rows) == 0
-    said = "\n".join(lines)
-    trained, written = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
-    (divergence,) = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
-    assert "merged into the FP8 base" in said and 0 < divergence < 0.1
-    assert trained != written and trained == pytest.approx(written, rel=0.05)
 
 
 def test_what_cannot_stay_in_its_format_is_refused_by_name(
