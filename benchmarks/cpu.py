@@ -246,6 +246,7 @@ def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argpa
         lora_alpha=2 * LORA_RANK,
         lr=LR,
         lr_scheduler="constant",
+        quant_cache="off",
         wd=0.0,
         seed=SEED,
     )

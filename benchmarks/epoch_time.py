@@ -81,6 +81,7 @@ def our_epoch(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argp
         lora_alpha=2 * LORA_RANK,
         lr=LR,
         lr_scheduler="constant",
+        quant_cache="off",
         seed=SEED,
         **more,
     )

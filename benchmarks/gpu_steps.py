@@ -138,6 +138,7 @@ def make_options(work: Steps) -> TrainConfig:
         lr=5e-4,
         lr_scheduler="constant",
         wd=0.0,
+        quant_cache="off",
         seed=0,
         use_cpu_offload=False,  # and not what fits this card
         recompute="all",

@@ -1,19 +1,23 @@
-"""Seconds and peak memory of loading a model, here and by transformers: `python benchmarks/loading.py`.
+"""Seconds and peak memory of loading a model, first and second start and transformers: `python benchmarks/loading.py`.
 
 Makes a random bf16 llama in several files, then loads it in fresh processes. The files are dropped from the page
 cache before each:
 
-- ours, which quantizes as it reads;
+- off: ours without a cache of quantized weights;
+- first: ours, which writes the cache;
+- second: ours from the cache;
 - transformers: AutoModelForCausalLM.from_pretrained with bitsandbytes 4-bit, in one process.
 
 Memory is the growth of a rank's peak resident memory while loading; on a CPU it includes the shards themselves.
-Exits with 1 if a rank's memory grows by more than its shard of the quantized bytes and 350 MB.
+Exits with 1 if the second start does not load at least 3 times faster than the first, or if a rank's memory grows by
+more than its shard of the quantized bytes and 350 MB.
 """
 
 import argparse
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+MIN_SPEEDUP = 3.0
 MAX_MIB_BESIDE_SHARD = 350e6 / 2**20
 
 
@@ -41,7 +46,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=1, help="of each kind of start; the medians are compared")
     parser.add_argument("--model", default="", help="folder of a model to load instead of a random one")
-    parser.add_argument("--folder", default="", help="where the model is made; default a temporary one")
+    parser.add_argument("--folder", default="", help="where the model and the cache are made; default a temporary one")
     parser.add_argument("--output", default="", help="JSON file to write")
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)  # a process of the benchmark itself
     return parser.parse_args(argv)
@@ -72,7 +77,7 @@ def measured(load: Callable[[], None]) -> dict[str, float]:
     return {"seconds": seconds, "mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
 
 
-def measure_ours(folder: Path) -> None:
+def measure_ours(folder: Path, quant_cache: str) -> None:
     """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
     import torch.distributed as dist
 
@@ -87,7 +92,7 @@ def measure_ours(folder: Path) -> None:
     from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 
     ranks = read_ranks()
-    config = TrainConfig(precision="bf16", attn_implementation="sdpa")
+    config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
     plan = build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer)
     meta, weight_files = plan.meta, WeightFiles(folder)
@@ -121,21 +126,21 @@ def measure_transformers(folder: Path) -> None:
     print(json.dumps(measured(load)))
 
 
-def forget(folder: Path) -> None:
+def forget(*folders: Path) -> None:
     """Drop files from the page cache, so that the next reader reads them from disk."""
     os.sync()
-    for path in filter(Path.is_file, folder.rglob("*")):
+    for path in (path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def in_fresh_processes(kind: str, folder: Path, ranks: int) -> dict[str, float]:
-    forget(folder)
+def in_fresh_processes(kind: str, folder: Path, cache: Path, ranks: int) -> dict[str, float]:
+    forget(folder, cache)
     launcher = [sys.executable]
     if kind != "transformers":
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [*launcher, str(Path(__file__).resolve()), "--measure", kind, "--folder", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "FSDP_QLORA_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(done.stdout + done.stderr)
@@ -146,13 +151,14 @@ def in_fresh_processes(kind: str, folder: Path, ranks: int) -> dict[str, float]:
 def run_benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.common import describe_machine
 
-    model = Path(args.model or folder / "model")
+    model, cache = Path(args.model or folder / "model"), folder / "cache"
     if not model.is_dir():
         make_checkpoint(model, args)
-    starts: dict[str, list[dict[str, float]]] = {"ours": [], "transformers": []}
+    starts: dict[str, list[dict[str, float]]] = {"off": [], "first": [], "second": [], "transformers": []}
     for _ in range(args.repeats):
+        shutil.rmtree(cache, ignore_errors=True)
         for kind, results in starts.items():
-            results.append(in_fresh_processes(kind, model, args.ranks))
+            results.append(in_fresh_processes(kind, model, cache, args.ranks))
     table = {
         kind: {name: statistics.median(result[name] for result in results) for name in ("seconds", "mib")}
         for kind, results in starts.items()
@@ -163,8 +169,11 @@ def run_benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "options": {name: value for name, value in vars(args).items() if name not in ("output", "measure", "folder")},
         "model_gb": sum(files.values()) / 1e9,
         "files": len(files),
-        "quantized_shard_mib": starts["ours"][0]["shard_mib"],
-        "share_of_the_files_that_a_rank_reads": starts["ours"][0]["read_share"],
+        "cache_gb": sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e9,
+        "speedup": table["first"]["seconds"] / table["second"]["seconds"],
+        "speedup_over_no_cache": table["off"]["seconds"] / table["second"]["seconds"],
+        "quantized_shard_mib": starts["off"][0]["shard_mib"],
+        "share_of_the_files_that_a_rank_reads": starts["off"][0]["read_share"],
         "starts": table,
     }
 
@@ -175,23 +184,25 @@ def main(argv: list[str]) -> int:
         measure_transformers(Path(args.folder))
         return 0
     if args.measure:
-        measure_ours(Path(args.folder))
+        measure_ours(Path(args.folder), "off" if args.measure == "off" else "auto")
         return 0
     from benchmarks.common import write_results
 
     with tempfile.TemporaryDirectory() as temporary:
         result = run_benchmark(args, Path(args.folder or temporary))
-    print(f"{result['model_gb']:.2f} GB of bf16 weights in {result['files']} files, {args.ranks} ranks:")
+    print(f"{result['model_gb']:.2f} GB of bf16 weights in {result['files']} files, {args.ranks} ranks;")
+    print(f"the cache holds {result['cache_gb']:.2f} GB.")
     for kind, row in result["starts"].items():
         print(f"{kind:14}{row['seconds']:8.2f} s{row['mib']:10.0f} MiB more per process at the peak")
+    print(f"second start: {result['speedup']:.1f} times faster than the first")
     if args.output:
         write_results(args.output, " ".join(["python benchmarks/loading.py", *argv]), result)
     limit = result["quantized_shard_mib"] + MAX_MIB_BESIDE_SHARD
-    most = result["starts"]["ours"]["mib"]
+    most = max(row["mib"] for kind, row in result["starts"].items() if kind != "transformers")
     print(f"a rank's shard of the quantized bytes: {result['quantized_shard_mib']:.0f} MiB; limit {limit:.0f} MiB")
     print(f"a rank reads {100 * result['share_of_the_files_that_a_rank_reads']:.2f}% of the model's files")
-    if most > limit:
-        print("FAILED: more memory than the limit.")
+    if result["speedup"] < MIN_SPEEDUP or most > limit:
+        print(f"FAILED: less than {MIN_SPEEDUP} times faster, or more memory than the limit.")
         return 1
     return 0
 

@@ -132,7 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
     "moe_1_card": {"shape": "moe", "batch_size": 1},
 }  # fmt: skip
 COMMON: dict[str, Any] = {
-    "precision": "bf16", "batch_size": 2, "recompute": "all", "use_cpu_offload": False,
+    "precision": "bf16", "batch_size": 2, "quant_cache": "off", "recompute": "all", "use_cpu_offload": False,
     "context_length": 2048,
 }  # fmt: skip
 

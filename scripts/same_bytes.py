@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from same_bytes_compare import Failed, Verdict, compare
+from same_bytes_compare import Failed, Verdict, compare, file_hash
 
 RANKS = (1, 2)
 STEPS, SAVE_STEPS = 4, 2
@@ -41,7 +41,7 @@ OPTIONS = {
     "eval_steps": 3,
     "save_every": SAVE_STEPS,
     "log_to": "stdout",
-    "quant_cache": "off",  # of older commits
+    "quant_cache": "off",
 }
 ADAPTER_OPTIONS = {"lora_rank": 4, "lora_dropout": 0.1}  # random numbers count too
 # Cases besides the train types: of each objective with rows of its own, in a file of its name.
@@ -53,6 +53,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
     },
 }
 CONTINUED = ("qlora", "bnb_dora", "full", "grpo")
+CACHED = ("qlora", "hqq_lora")
 # Imported once per tree, since it takes most of a tiny run. Not the tree's own modules: they move.
 LIBRARIES = (
     "torch.distributed.fsdp",
@@ -190,6 +191,22 @@ class Server:
 # --- the runs ---
 
 
+class CacheFile(NamedTuple):
+    """A file of the cache: `written` differs when it was written again, `touched` is its time."""
+
+    written: tuple[int, str]
+    touched: int
+
+
+def cache_files(cache: Path) -> dict[str, CacheFile]:
+    """Of every file but locks, which have no content."""
+    files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {
+        str(path.relative_to(cache)): CacheFile((path.stat().st_ino, file_hash(path)), path.stat().st_mtime_ns)
+        for path in files
+    }
+
+
 class Runs:
     """The runs of both trees, in folders below `folder`.
 
@@ -263,6 +280,25 @@ class Runs:
             verdict.differences.append("the run began again, or wrote other lines for the steps before")
         return verdict
 
+    def write_cache(self, train_type: str, ranks: int) -> dict[str, CacheFile]:
+        cache = self.folder / f"cache-{train_type}-{ranks}"
+        self.run("rev", f"cache-rev/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
+        return cache_files(cache)
+
+    def use_cache(self, train_type: str, ranks: int, before: dict[str, CacheFile]) -> Verdict:
+        cache = self.folder / f"cache-{train_type}-{ranks}"
+        out = self.run("tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
+        verdict, after = compare(self.folder / f"tree/{train_type}-{ranks}", out, 0.0), cache_files(cache)
+        verdict.differences.extend(
+            f"{name} of the cache was written or deleted"
+            for name in sorted(before.keys() | after.keys())
+            if name not in before or name not in after or before[name].written != after[name].written
+        )
+        # A start that takes its weights from an entry leaves the time there, so that old ones can be deleted.
+        if not any(name in after and after[name].touched > file.touched for name, file in before.items()):
+            verdict.differences.append("the cache was not used")
+        return verdict
+
 
 def make_inputs(folder: Path) -> None:
     from tests.tiny import make_model, make_rows, write_rows
@@ -306,9 +342,11 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
 
     splits = [(train_type, ranks) for train_type in train_types for ranks in RANKS]
     continued = [(train_type, 2) for train_type in train_types if train_type in CONTINUED]
+    cached = [(train_type, 2) for train_type in train_types if train_type in CACHED]
     with ThreadPoolExecutor(1) as rev, ThreadPoolExecutor(1) as tree:
         old = {split: rev.submit(attempt, runs.whole, "rev", *split) for split in splits}
         stopped = {("rev", *split): rev.submit(attempt, runs.stop, "rev", *split) for split in continued}
+        caches = {split: rev.submit(attempt, runs.write_cache, *split) for split in cached}
         new = {split: tree.submit(attempt, runs.whole, "tree", *split) for split in splits}
         stopped |= {("tree", *split): tree.submit(attempt, runs.stop, "tree", *split) for split in continued}
 
@@ -325,6 +363,10 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
             verdict = before if isinstance(before, Failed) else in_turn(runs.continue_stopped, by, train_type, ranks)
             name = "continued" if by == "rev" else "stopped and continued by the working tree's own code"
             yield f"{train_type} on {ranks}, {name}", verdict
+        for split in cached:
+            before = caches[split].result()
+            verdict = before if isinstance(before, Failed) else in_turn(runs.use_cache, *split, before)
+            yield "{} on {}, from the cache".format(*split), verdict
 
 
 def main() -> int:

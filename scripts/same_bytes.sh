@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Proves that a change leaves the numbers as they are: trains each train type, and dpo and grpo, on 1 and on 2 ranks of a
 # CPU, with the code of a commit and with that of the working tree, and compares what was saved and logged. Runs that
-# the commit's code left half done must be continued by the working tree's code.
+# the commit's code left half done, and its quantized cache, must be continued and used by the working tree's code.
 #
 # Losses, adapters and the optimizer's state may differ by a relative tolerance, tensors by norm: 1e-5, which sums in
 # another order stay below in four steps; int8_lora 500 times that, since it rounds activations. With --tolerance 0, for
-# a refactoring, not by a byte. A run in which the working tree's own code is killed and continues must be the same bytes
-# as that code's whole run either way.
+# a refactoring, not by a byte. A run in which the working tree's own code is killed and continues, and one that uses the
+# commit's quantized cache, must be the same bytes as that code's whole run either way.
 # Rows are padded where the commit knows nothing else, and without dropout where it draws other random numbers.
 # Exit status 0 when all are equal, 1 when something differs.
 #

@@ -32,7 +32,7 @@ fsdp-qlora --version
 fsdp-qlora env >env.txt
 fsdp-qlora configs
 fsdp-qlora configs demo >mine.yaml
-options=(--model_name "$model" --dataset "$rows" --max_steps 2 --log_to stdout)
+options=(--model_name "$model" --dataset "$rows" --max_steps 2 --quant_cache off --log_to stdout)
 fsdp-qlora train --config mine.yaml "${options[@]}" --output_dir two --nproc_per_node 2
 
 # The examples of the document, unchanged except for the model's name.
@@ -60,7 +60,7 @@ from fsdp_qlora.__main__ import main
 for words in (
     "export two --out exported",
     "merge --adapter two --out merged",
-    "generate --adapter merged --prompt river --max_new_tokens 2 --nproc_per_node 1",
+    "generate --adapter merged --prompt river --max_new_tokens 2 --quant_cache off --nproc_per_node 1",
     "plan --model_name qwen3-0.6b --gpu RTX3060",
 ):
     assert main(words.split()) == 0, words

@@ -1,5 +1,6 @@
 """docs/extending.md, walked: its examples are added to the tables and train, and the places that it lists exist."""
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,6 +84,7 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
         lr=1e-2,
         num_epochs=3,
         max_steps=6,
+        quant_cache=tmp_path / "cache",
     )
     statuses, said = on_ranks(2, train_with_the_examples, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], said[-4000:]
@@ -94,6 +96,8 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
 
     assert "Riddle: river 0 Solution: -> " in said
     assert "is bit-identical to its weight quantized whole" in said
+    (entry,) = (tmp_path / "cache").rglob("checksums.json")
+    assert json.loads(entry.read_text())["quantizer"] == "float8"
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
 
@@ -126,6 +130,7 @@ def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:
         batch_size=4,
         lr=1e-2,
         num_epochs=4,
+        quant_cache="off",
     )
     statuses, said = on_ranks(2, train_with_the_examples, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], said[-4000:]

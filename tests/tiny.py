@@ -200,7 +200,7 @@ def run_ranks(world_size: int, argv: list[str], folder: Path, logits_file: Path 
 
 def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = None, **options: object) -> str:
     """A run that must succeed; returns its output. It quantizes by itself unless a cache is asked for."""
-    usual: dict[str, Any] = {} if "config" in options else {"context_length": 512}
+    usual = {"quant_cache": "off"} | ({} if "config" in options else {"context_length": 512})
     argv = flags(output_dir=output_dir, log_to="stdout", **{**usual, **options})
     statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file)
     assert statuses == [0] * world_size, f"{output[-6000:]}\nexit statuses {statuses}"

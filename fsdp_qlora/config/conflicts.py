@@ -37,6 +37,8 @@ def _changed(config: TrainConfig, *names: str) -> list[str]:
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
     options = _changed(c, "allow_unquantized")
+    if c.quant_cache not in ("auto", "off"):
+        options.append("quant_cache")
     if options and kind.quantizer is None:
         yield f"--train_type {c.train_type} does not quantize: leave out {_flags(options)}, or use --train_type qlora."
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
@@ -84,6 +86,8 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
         yield f"--train_type {c.train_type} is DoRA, which starts from the base: leave --init_lora_weights at true."
     if c.lora_target_parameters:
         yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
+        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
 
 
 def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
@@ -204,7 +208,7 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _place_errors(c: TrainConfig) -> Iterator[str]:
     """A URL would silently become a folder of this machine, with a password as its name."""
-    folders = ("output_dir", "resume", "adapter")
+    folders = ("output_dir", "resume", "quant_cache", "adapter")
     places = dict.fromkeys(folders) | {"resume": c.start_from}
     errors = [folder_error(name, place or getattr(c, name) or "") for name, place in places.items()]
     yield from filter(None, [*errors, mirror_error(c.mirror or "")])

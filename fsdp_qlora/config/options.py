@@ -87,6 +87,9 @@ class TrainConfig:
     allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
     """Train although less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
     count); the others take their full memory."""
+    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
+    """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for later starts; auto is
+    quantized/ in FSDP_QLORA_CACHE or in the user's cache folder, off disables the cache."""
 
     # == data ==
     dataset: Annotated[tuple[str, ...], NOT_EMPTY, MAY_DIFFER, PER_NODE] = ("alpaca_sample",)

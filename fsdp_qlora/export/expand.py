@@ -123,7 +123,7 @@ def _plan_copies(
     copies: dict[str, str] = {}
     empty: set[str] = set()
     for name, source in match_tensors(model, weight_files).sources.items():
-        parts = weight_files.origins(source)
+        parts = list(weight_files.origins(source))
         # Experts are separate tensors in the files, under their own names.
         names = {part: name if len(parts) == 1 and part == source else part for part in parts}
         block = re.match(rf"{re.escape(path)}\.(\d+)\.(.*)", name)

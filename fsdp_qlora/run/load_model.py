@@ -41,7 +41,8 @@ from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
-from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors
+from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.sharding.parallelize import kept_gathered, materialize, shard_model
@@ -107,16 +108,31 @@ def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks
 
 
 def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Fill the shards: the base from its files, the adapter with its initial values."""
-    model, init = plan.meta.model, config.init_lora_weights
+    """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
+    model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
     pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
     initialize_adapters(model, mesh, seed=config.seed)
     if pretrained and reduces_base(init):
         load_subtracted_part(model, pretrained, mesh, ranks.device)
     elif init != "true":
         decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
-    buffer = bytes_of_variable(BUFFER)
-    load_weights(model, weights, mesh, ranks.device, max_bytes_in_flight=buffer, show_progress=ranks.is_rank_0)
+    if reduces_base(init) and config.kind.quantizer:
+        cache_folder = "off"
+        log.info("No quantized cache is used: with init_lora_weights %s the base depends on the adapter.", init)
+    load = partial(
+        load_weights,
+        model,
+        mesh=mesh,
+        device=ranks.device,
+        max_bytes_in_flight=bytes_of_variable(BUFFER),
+        show_progress=ranks.is_rank_0,
+    )
+    layers = {} if plan.packed else quantized_layers(model)
+    root = cache_root(cache_folder)
+    if root and layers:
+        load_or_create(root, layers, weights, load, ranks, mesh)
+    else:
+        load(weights=weights)
     set_magnitudes(model, mesh)
     if pretrained:
         fill_from(model, pretrained, mesh, ranks.device, init=init)

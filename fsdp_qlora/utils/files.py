@@ -227,13 +227,35 @@ def fingerprint_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(set(files), key=lambda path: path.name):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
-        with open_named(path) as file:
-            digest.update(file.read(_HEAD_BYTES))
-            for sample in range(_SAMPLES):
-                file.seek(sample * last // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+        _hash_samples(digest, path, head_bytes=_HEAD_BYTES, samples=_SAMPLES)
     return digest.hexdigest()
+
+
+def file_identity(path: Path, *, samples: int) -> list[object]:
+    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
+
+    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
+    file is a link to a blob whose name is a hash of its content; then that name replaces the time and the hash.
+    """
+    real = path.resolve()
+    stat = real.stat()
+    if real.parent.name == "blobs":
+        return [path.name, stat.st_size, real.name]
+    with open_named(real) as file:
+        header_bytes = 8 + int.from_bytes(file.read(8), "little")
+    digest = hashlib.sha256()
+    _hash_samples(digest, real, head_bytes=header_bytes, samples=samples)
+    return [path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+
+
+def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
+    """Add a file's beginning and `samples` pages, evenly spread over it, to a hash."""
+    last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with open_named(path) as file:
+        digest.update(file.read(head_bytes))
+        for sample in range(samples):
+            file.seek(sample * last // (samples - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
 
 
 # --- folders of this machine, URLs and rclone remotes ---

@@ -32,6 +32,7 @@ OPTIONS = {
     "save_every": 3,
     "lr": 1e-3,
     "log_to": "stdout",
+    "quant_cache": "off",
 }
 
 Fault = Callable[[], object]

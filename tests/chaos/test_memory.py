@@ -39,7 +39,7 @@ def train_and_measure(argv: list[str], folder: Path) -> int:
 def test_300_steps_leak_less_than_a_mebibyte(tmp_path: Path, models: Callable[..., Path]) -> None:
     argv = flags(
         model_name=models(num_hidden_layers=1), dataset=write_rows(tmp_path / "rows.jsonl", make_rows(100)),
-        output_dir=tmp_path / "out", log_to="tqdm", max_steps=LAST, num_epochs=100, batch_size=2,
+        output_dir=tmp_path / "out", quant_cache="off", log_to="tqdm", max_steps=LAST, num_epochs=100, batch_size=2,
         lora_target_modules="q_proj", lora_rank=2,
     )  # fmt: skip
     statuses, output = on_ranks(2, train_and_measure, (argv, tmp_path), tmp_path / "logs")

@@ -25,7 +25,7 @@ SETS = {"first": make_rows(7), "second": make_rows(4, seed=5)}
 
 def measured(ranks: int, logs: Path, *words: str, **options: object) -> dict[str, Any]:
     """The JSON that the command prints on so many ranks."""
-    argv = ["evaluate", *words, "--json", *flags(batch_size=3, precision="fp32", **options)]
+    argv = ["evaluate", *words, "--json", *flags(quant_cache="off", batch_size=3, precision="fp32", **options)]
     statuses, output = on_ranks(ranks, main, (argv,), logs)
     assert statuses == [0] * ranks, output[-6000:]
     printed = (logs / "rank0.log").read_text()

@@ -56,7 +56,7 @@ def _train_with_short_samples(argv: list[str]) -> int:
 
 def generate(ranks: int, folder: Path, stdin: str = "", **options: object) -> str:
     """The output of the command on this many ranks."""
-    argv = flags(**{"max_new_tokens": LENGTH, **options})
+    argv = flags(**{"quant_cache": "off", "max_new_tokens": LENGTH, **options})
     statuses, output = on_ranks(ranks, _generate, (argv, stdin), folder)
     assert statuses == [0] * ranks, output[-6000:]
     return output
@@ -208,7 +208,7 @@ def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_p
     prompts.write_text("sort the list\nname a river\nblue water\n")
     common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2, "batch_size": 1}
     common |= {"precision": "fp32", "lr": 3e-3, "lora_dropout": 0.1, "max_steps": 4}
-    argv = flags(output_dir=tmp_path / "with", sample_prompts=prompts, context_length=512, **common)
+    argv = flags(output_dir=tmp_path / "with", sample_prompts=prompts, quant_cache="off", context_length=512, **common)
     statuses, output = on_ranks(2, _train_with_short_samples, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-6000:]
     train_ok(2, tmp_path / "without", **common)

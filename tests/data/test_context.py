@@ -106,7 +106,7 @@ def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
 
 def test_ranks_agree_on_auto_context_and_resuming_keeps_it(models: Models, tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
-    options = {"model_name": models(), "dataset": rows, "max_steps": 2, "log_to": "stdout"}
+    options = {"model_name": models(), "dataset": rows, "max_steps": 2, "quant_cache": "off", "log_to": "stdout"}
 
     def start(name: str, **given: Any) -> tuple[list[int], str, object]:
         output = tmp_path / name

@@ -120,7 +120,7 @@ sharding.loading.weight_files:_buffer
     """,
     OWN: """
         checkpoint.checkpoint:verify checkpoint.checkpoint:_read_manifest checkpoint.result:result_error
-        checkpoint.run_folder:_read
+        checkpoint.run_folder:_read sharding.loading.quant_cache:read_description
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
         data.batches.taught:TaughtRows.read observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit

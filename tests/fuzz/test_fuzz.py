@@ -33,6 +33,7 @@ from fsdp_qlora.distributed.process_group import start_process_group, stop_proce
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.run.load_model import open_weights
+from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped
@@ -152,10 +153,10 @@ def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of four steps and its checkpoints."""
+    """A folder with a run of four steps and its checkpoints, and the cache of its quantized weights."""
     folder = tmp_path_factory.mktemp("finished")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    options = {"batch_size": 2, "save_every": 2}
+    options = {"batch_size": 2, "save_every": 2, "quant_cache": folder / "cache"}
     train_ok(1, folder / "run", model_name=models(), dataset=rows, **options)
     status = json.loads((folder / "run" / "status.json").read_text())
     (folder / "running.json").write_text(json.dumps(status | {"state": "running"}))
@@ -228,7 +229,7 @@ def test_reads_of_a_run_folder_that_fail(
 
 HOSTILE = {
     "trust_remote_code": True, "push_to_hub": "owner/name:public", "mirror": "elsewhere", "resume": "off:replace",
-    "log_to": "wandb", "sample_prompts": "elsewhere",
+    "log_to": "wandb", "sample_prompts": "elsewhere", "quant_cache": "elsewhere",
     "dataset": "elsewhere.jsonl", "world_size": 3, "master_addr": "elsewhere",
 }  # fmt: skip
 
@@ -264,6 +265,20 @@ def test_checkpoints(finished: Path, tmp_path: Path) -> None:
         shutil.copytree(newest, place / newest.name)
         damage_a_file(rng, place / newest.name)
         checkpoint.verify(place / newest.name)
+
+    fuzz(case, tmp_path)
+
+
+def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: Path) -> None:
+    [entry] = (path.parent for path in (finished / "cache").glob("*/checksums.json"))
+    original = WeightFiles(models())
+
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(entry, place / entry.name)
+        damage_a_file(rng, place / entry.name)
+        cached = CachedWeights(place / entry.name, original)
+        for name in cached.files:
+            cached.read_flat(name, 0, cached.shape(name).numel())
 
     fuzz(case, tmp_path)
 

@@ -62,6 +62,6 @@ def inputs(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     assert {MODEL, MOE, EXPANDED} == set(folders)
 
     def get(model: str = MODEL) -> dict[str, object]:
-        return {"model_name": folders[model], "dataset": dataset, "log_to": "stdout"}
+        return {"model_name": folders[model], "dataset": dataset, "log_to": "stdout", "quant_cache": "off"}
 
     return get

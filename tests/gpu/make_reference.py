@@ -25,7 +25,7 @@ def main(names: list[str]) -> int:
         dataset = write_rows(Path(folder) / "rows.jsonl", make_rows(16))
 
         def inputs(model: str = MODEL) -> dict[str, object]:
-            return {"model_name": models[model], "dataset": dataset, "log_to": "stdout"}
+            return {"model_name": models[model], "dataset": dataset, "log_to": "stdout", "quant_cache": "off"}
 
         cases = {name: case for name, case in CASES.items() if not case.same_as and (not names or name in names)}
         results = run_cases(cases, inputs, Path(folder))

@@ -60,7 +60,7 @@ def images(tmp_path_factory):
     gemma3(folder)
     chats, rows = make_chats(folder)[0], folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps(chats[number]) for number in (1, 1, 1, 1, 2, 3, 4, 5)) + "\n")
-    return {"model_name": folder, "dataset": rows, "log_to": "stdout"}
+    return {"model_name": folder, "dataset": rows, "log_to": "stdout", "quant_cache": "off"}
 
 
 @pytest.fixture(scope="module")

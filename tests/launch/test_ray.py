@@ -30,7 +30,7 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(addres
     options = {"model_name": make_model(tmp_path / "model"), "dataset": tmp_path / "rows.jsonl", "device": "cpu"}
     write_rows(tmp_path / "rows.jsonl", make_rows(64))
     options |= {"precision": "fp32", "batch_size": 2, "lr_scheduler": "constant", "num_epochs": 1000, "max_steps": 60}
-    options |= {"save_every": 1, "sharding_strategy": "full_shard", "log_to": "jsonl"}
+    options |= {"save_every": 1, "sharding_strategy": "full_shard", "quant_cache": "off", "log_to": "jsonl"}
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
 
     def start(out: Path) -> "subprocess.Popen[bytes]":

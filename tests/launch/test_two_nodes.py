@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.skipif(why_not() is not None, rea
 # Four ranks have the batch of two: as many rows in a step.
 OPTIONS: dict[str, Any] = {"precision": "fp32", "lora_rank": 256, "num_epochs": 1000, "lr_scheduler": "constant"}
 OPTIONS |= {"recompute": "all"}
-ON_NODES = {"log_to": "jsonl", "save_every": "none"}  # as train_ok has it
+ON_NODES = {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}  # as train_ok has it
 SECONDS = 240.0  # a limit against hangs
 
 

@@ -23,7 +23,7 @@ Models = Callable[..., Path]
 
 def options(model: Path, folder: Path, **changed: object) -> list[str]:
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    chosen = {"batch_size": 2, "max_steps": 2, "save_model": False, "log_to": "stdout"}
+    chosen = {"batch_size": 2, "max_steps": 2, "save_model": False, "quant_cache": "off", "log_to": "stdout"}
     return flags(model_name=model, dataset=rows, output_dir=folder / "out", **{**chosen, **changed})
 
 

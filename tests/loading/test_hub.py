@@ -230,7 +230,7 @@ def run_in_turn(
     """Runs of train.py in one process, whose hub this is: their exit statuses and all that they print."""
     rows = write_rows(folder / "rows.jsonl", make_rows(4))
     write_rows(folder / "columns.jsonl", [{"a": "1", "b": "2"}])
-    common = {"model_name": "owner/model", "dataset": rows, "max_steps": 1, "log_to": "stdout"}
+    common = {"model_name": "owner/model", "dataset": rows, "max_steps": 1, "log_to": "stdout", "quant_cache": "off"}
     argvs = [flags(**{**common, "output_dir": folder / f"out{i}", **case}) for i, case in enumerate(cases)]
     done = subprocess.run(
         [sys.executable, "-c", REFUSE, json.dumps(argvs)],

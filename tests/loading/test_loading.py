@@ -114,11 +114,12 @@ def test_nan_in_one_ranks_part_is_reported_by_every_rank(
     folder = Path(shutil.copytree(models(), tmp_path / "model"))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
-    argv = flags(**options, train_type=train_type, output_dir=tmp_path / "out")
+    argv = flags(**options, train_type=train_type, output_dir=tmp_path / "out", quant_cache=tmp_path / "cache")
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
     assert statuses == [2, 2] and "Traceback" not in output, output
     assert f"[rank 1] error: Weight {name} has values that are not finite" in output
     assert f"[rank 0] Ended because of rank 1: Weight {name}" in output
+    assert not [path for path in tmp_path.glob("cache/*") if path.suffix != ".lock"]
 
 
 def test_float64_weights_are_read_as_float32(models: Callable[..., Path], tmp_path: Path) -> None:

@@ -204,14 +204,16 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
     shutil.copytree(source, decoded)
     save_file(meant, decoded / "model.safetensors", metadata={"format": "pt"})
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
-    for ranks, train_type in ((2, "qlora"), (1, "qlora") if form == "mxfp4" else (2, "lora")):
+    cache = {"quant_cache": tmp_path / "cache"} if form == "mxfp4" else {}
+    for ranks, train_type in ((2, "qlora"), (1, "qlora") if cache else (2, "lora")):
         theirs, ours = tmp_path / f"{ranks}{train_type}_stored", tmp_path / f"{ranks}{train_type}_decoded"
         again = {"quant_type": "nf4"} if train_type == "qlora" else {}
         options = {"train_type": train_type, **again, **common}
-        output = train_ok(ranks, theirs, model_name=folder, verbose=True, **options)
+        output = train_ok(ranks, theirs, model_name=folder, verbose=True, **options, **cache)
         train_ok(ranks, ours, model_name=decoded, **options)
         assert read_metrics(theirs) == read_metrics(ours)
         assert f"The model is stored in {stored.name}: its weights are decoded to bf16" in output
+    assert ("come from the cache" in output) == bool(cache)
 
 
 def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_p
         "model_name": models(), "dataset": rows, "batch_size": 4, "eval_fraction": 0.25, "eval_steps": 2,
         "context_length": 150, "max_bad_rows": 0.5, "lr": 1e-3, "output_dir": output,
     }  # fmt: skip
-    argv = flags(**options, log_to="stdout", max_hours=1e-6)
+    argv = flags(**options, log_to="stdout", quant_cache="off", max_hours=1e-6)
     statuses, said = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [3], said[-2000:]
     stopped = facts_of(output / "report.html")

@@ -248,7 +248,7 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
 )
 def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for option in ("mirror", "output_dir", "resume", "adapter"):
+    for option in ("mirror", "output_dir", "resume", "quant_cache"):
         if (option, place[:5]) == ("mirror", "s3://"):
             continue
         error = error_of(f"--{option}", place)

@@ -217,6 +217,7 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
         ({"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)}, "for linear layers only"),
         ({"init_lora_weights": "pisa"}, "choices: true, pissa, pissa_niter_N, olora, loftq"),
         ({"init_lora_weights": "loftq", "train_type": "lora"}, "--train_type lora does not quantize"),
+        ({"init_lora_weights": "olora", "quant_cache": "folder"}, "leave out --quant_cache"),
         ({"init_lora_weights": "pissa", "lora_target_parameters": ("experts.down_proj",)}, "is for linear layers"),
         ({"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"}, "--use_rslora, --rank_pattern"),
         ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),

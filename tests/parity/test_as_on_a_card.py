@@ -71,7 +71,7 @@ def test_sharded_run_is_unchanged_by_gpu_nan_handling(case: str, models: Models,
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
         expand_model(str(model), tmp_path / "expanded", expansion_rate=0.5)
         model = tmp_path / "expanded"
-    common = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
+    common = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)), "quant_cache": "off"}
     common |= {"batch_size": 2, "lr": 1e-3, "log_to": "stdout", **options}
     how = [{"precision": "bf16"}, {"precision": "fp16", "use_cpu_offload": True}]
     outputs = [[tmp_path / f"{place}_{each['precision']}" for each in how] for place in ("cpu", "card")]

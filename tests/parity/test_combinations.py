@@ -24,7 +24,7 @@ from tests.tiny import SIZES, _free_port, flags, make_model, make_rows, on_ranks
 TOLERANCE = rounding(SIZES["vocab_size"])
 BLOCKS, AT_ONCE = 3, 12
 COMMON = {"num_epochs": 20, "batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "precision": "fp32"}
-COMMON |= {"log_to": "jsonl", "save_every": "none"}
+COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}
 
 # What is trained. The mixture's experts have adapters too, which takes no dropout.
 CASES: dict[str, dict[str, Any]] = {

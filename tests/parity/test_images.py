@@ -261,7 +261,7 @@ def test_a_tower_computes_once_a_row_and_a_resumed_run_is_the_same(folders: Any,
         **OPTIONS, "model_name": folder, "dataset": folder / "rows.jsonl", "gradient_accumulation_steps": 4,
         "recompute": "all", "save_every": 1, "lora_dropout": 0.1, "save_total_limit": 9, "context_length": 512,
     }  # fmt: skip
-    argv = flags(output_dir=tmp_path / "whole", log_to="stdout", **options)
+    argv = flags(output_dir=tmp_path / "whole", quant_cache="off", log_to="stdout", **options)
     statuses, output = on_ranks(2, _count_towers, (argv, tmp_path / "calls"), tmp_path / "logs")
     assert statuses == [0, 0], output
     calls = [json.loads((tmp_path / f"calls.{rank}").read_text()) for rank in range(2)]

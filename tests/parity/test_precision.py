@@ -63,6 +63,7 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
         train_type="full",
         precision="fp16_autocast",
         log_to="stdout",
+        quant_cache="off",
         **FULL_BATCH,
     )
     statuses, output = on_ranks(2, _train_from_scale, (argv(output_dir=tmp_path / "a"), 2.0**26), tmp_path / "a_logs")

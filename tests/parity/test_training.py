@@ -122,7 +122,7 @@ def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
 
 def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Plain, tmp_path: Path) -> None:
     turns: dict[str, Any] = {**plain[0], "batch_size": 1, "gradient_accumulation_steps": 2}
-    argv = flags(output_dir=tmp_path / "out", log_to="jsonl", save_every="none", **turns)
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_every="none", **turns)
     statuses, output = on_ranks(2, _train_reducing_in_each_micro_batch, (argv,), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
@@ -130,7 +130,7 @@ def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Pla
 
 def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_path: Path) -> None:
     first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}  # stops after a step
-    argv = flags(output_dir=tmp_path / "out", **{"context_length": 512, **plain[0]}, **first)
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **{"context_length": 512, **plain[0]}, **first)
     statuses, output = run_ranks(2, argv, tmp_path / "logs")
     assert set(statuses) not in ({0}, {1}) and len(read_metrics(tmp_path / "out")) == 1, output[-3000:]
     said = train_ok(2, tmp_path / "out", sharding_strategy="ddp", recompute=1, **plain[0])

@@ -44,7 +44,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
     tmp_path: Path,
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256}
+    options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
     options |= {
         "dataset": rows,
         "precision": precision,
@@ -64,7 +64,7 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
 def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(models: Callable[..., Path], tmp_path: Path) -> None:
     """SDPA pads heads of 12 to 16 for its flash kernel; torch's operator for rows of any lengths raises."""
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256}
+    options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
     options |= {"dataset": rows, "precision": "bf16", "output_dir": tmp_path / "out", "verbose": True}
     argv = flags(model_name=models("llama", head_dim=12), **options)
     (ended,) = environment.run(["train.py", *argv], tmp_path / "logs")
@@ -79,7 +79,7 @@ def test_heads_too_wide_for_flash_go_to_sdpa_and_all_others_do_not(models: Calla
     sizes = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 64, "global_head_dim": 512}
     model = models("gemma4_text", **sizes, hidden_size_per_layer_input=0)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
-    options = {"train_type": "lora", "max_steps": 2, "batch_size": 4, "context_length": 256}
+    options = {"train_type": "lora", "max_steps": 2, "batch_size": 4, "context_length": 256, "quant_cache": "off"}
     options |= {"dataset": rows, "precision": "bf16", "verbose": True, "lora_target_modules": "all-linear"}
     (tmp_path / "look.py").write_text(LOOK)
     losses = []

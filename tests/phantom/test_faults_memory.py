@@ -59,7 +59,7 @@ def _train_with_less(
         "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
         "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
         "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
-        "gradient_accumulation_steps": 2, "log_to": "stdout", "save_every": "none",
+        "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_every": "none",
         "verbose": True, **options,
     }  # fmt: skip
     arguments = flags(**options)

@@ -20,7 +20,7 @@ from tests.tiny import ROOT, flags, make_rows, write_rows
 PROGRAMS = ROOT / "tests/phantom/programs"
 COMMON: Mapping[str, object] = {
     "train_type": "qlora", "max_steps": 2, "num_epochs": 20, "batch_size": 2, "context_length": 256, "log_to": "stdout",
-    "recompute": "all", "sharding_strategy": "full_shard",
+    "quant_cache": "off", "recompute": "all", "sharding_strategy": "full_shard",
 }  # fmt: skip
 OFFLOAD = {"use_cpu_offload": True}
 

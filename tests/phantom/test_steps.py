@@ -89,7 +89,7 @@ def step(models, tmp_path_factory):
     def summary(row, max_steps):
         folder = tmp_path_factory.mktemp("run")
         options = {"train_type": "qlora", "batch_size": 2, "context_length": 256, "lr_scheduler": "constant"}
-        options |= {"log_to": "jsonl", "precision": "bf16", "save_every": "none", "warmup": 0}
+        options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_every": "none", "warmup": 0}
         options |= {"sharding_strategy": "full_shard", "recompute": "all", "dataset": dataset}
         options |= {"model_name": models(num_hidden_layers=4, **row.model), **row.options}
         words = flags(output_dir=folder / "out", max_steps=max_steps, **options)

@@ -123,7 +123,7 @@ def command(case: Case, models: Callable[..., Path], folder: Path, **others: obj
     """train.py with the options of a case and with others, its output in the folder."""
     options: dict[str, object] = {"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 256}
     options |= {"model_name": models(case.model[0], **case.model[1]), "output_dir": folder / "output"}
-    options |= {"log_to": "stdout", "verbose": True}
+    options |= {"quant_cache": "off", "log_to": "stdout", "verbose": True}
     options["dataset"] = write_rows(folder / "rows.jsonl", make_rows(64))
     return ["train.py", *flags(**{**options, **others, **case.options})]
 

@@ -88,7 +88,7 @@ def run_on(base: Path, start: Path, output: Path, **changed: Any) -> dict[str, A
     """The options of a run whose steps have all answers."""
     own = {"batch_size": PROMPTS * ANSWERS, "num_generations": ANSWERS, "max_completion_length": LONGEST}
     own |= {"objective": "grpo", "rewards": "length", "train_type": "lora", "precision": "fp32", "adapter": start}
-    usual = {"optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "context_length": 64}
+    usual = {"optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "context_length": 64, "quant_cache": "off"}
     return {"model_name": base, "output_dir": output, "num_epochs": STEPS, **own, **usual, **changed}
 
 

@@ -167,7 +167,7 @@ def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tm
     counts = []
     for objective in ("cpo", "dpo"):  # without and with a reference
         run = options(models("llama"), tmp_path, train_type="qlora", objective=objective, batch_size=6)
-        argv = flags(**run, output_dir=tmp_path / objective, log_to="stdout")
+        argv = flags(**run, output_dir=tmp_path / objective, quant_cache="off", log_to="stdout")
         file = tmp_path / f"{objective}.txt"
         statuses, said = on_ranks(2, _train_counting_gathers, (argv, file), tmp_path / f"{objective}_logs")
         assert statuses == [0, 0], said[-3000:]

@@ -30,7 +30,7 @@ Models = Callable[..., Path]
 # Two prompts with four answers each in a step.
 OPTIONS: dict[str, Any] = {
     **{"objective": "grpo", "train_type": "lora", "lora_rank": 4, "precision": "fp32", "lr": 1e-2},
-    **{"num_generations": 4, "max_completion_length": 8, "context_length": 64},
+    **{"num_generations": 4, "max_completion_length": 8, "context_length": 64, "quant_cache": "off"},
     "save_every": 1,
 }
 SHORT = (
@@ -253,7 +253,7 @@ def make_letters(folder: Path) -> dict[str, Any]:
 def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
     options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
     options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}
-    options |= {"num_epochs": 64, "output_dir": tmp_path / "out", "log_to": "jsonl"}
+    options |= {"num_epochs": 64, "output_dir": tmp_path / "out", "quant_cache": "off", "log_to": "jsonl"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(ROOT / "train.py")]
     done = subprocess.run([*command, *flags(**options)], cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -404,7 +404,7 @@ def options_of(
         },
         **{"num_generations": 4, "max_completion_length": 8, "lora_rank": 4, "num_epochs": 2, "batch_size": 2},
         **{"gradient_accumulation_steps": 2, "rollout_url": server.url, "save_every": 3},
-        **{"log_to": "stdout", **changes},
+        **{"log_to": "stdout", "quant_cache": "off", **changes},
     }
 
 

@@ -30,6 +30,7 @@ OPTIONS = {
     "warmup": 0,
     "eval_fraction": 0.1,
     "save_every": "none",
+    "quant_cache": "off",
     "context_length": 256,
 }
 STOPPED_AT = 3

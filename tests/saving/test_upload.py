@@ -69,7 +69,7 @@ def test_a_result_is_uploaded_or_the_failure_is_explained(
 ) -> None:
     rows, out, made = write_rows(tmp_path / "rows.jsonl", make_rows(12)), tmp_path / "out", tmp_path / "made"
     options = {"model_name": models(), "dataset": rows, "max_steps": 2, "eval_fraction": 0.1, "lora_rank": 2}
-    argv = flags(**options, output_dir=out, push_to_hub="owner/result")
+    argv = flags(**options, output_dir=out, push_to_hub="owner/result", quant_cache="off")
     public = partial(train_with_a_hub_that_fails, is_private=False)
     statuses, said = on_ranks(1, public, (argv,), tmp_path / "logs_public")
     assert statuses == [2] and "owner/result is public" in said and not out.exists()  # before training

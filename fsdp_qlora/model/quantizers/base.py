@@ -194,7 +194,7 @@ class QuantizedWeight(nn.Module):
     # ---- in files ----
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
-        """Suffix of the weight's name in a file -> the parameter that is stored under it, for formats of files."""
+        """Suffix of the weight's name in a file -> the parameter that is stored under it."""
         raise NotImplementedError
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -206,6 +206,14 @@ class QuantizedWeight(nn.Module):
 
     def load_whole(self, suffix: str, name: str, content: torch.Tensor) -> None:
         """Load or check the bytes of the tensor `name` of `stored_whole`. Raises UserError if it differs."""
+        raise NotImplementedError
+
+    def code_settings(self) -> dict[str, Any]:
+        """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
+        raise NotImplementedError
+
+    def describe_code(self) -> str:
+        """A short description of the quantization."""
         raise NotImplementedError
 
     def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
@@ -214,6 +215,17 @@ class Bnb4bitWeight(QuantizedWeight):
             )
         if self.double_quant:
             self.absmax_offset.fill_(offset)
+
+    def code_settings(self) -> dict[str, Any]:
+        return {
+            "quant_type": self.quant_type,
+            "blocksize": _BLOCKSIZE,
+            "double_quant": self.double_quant,
+            "bitsandbytes": bitsandbytes.__version__,
+        }
+
+    def describe_code(self) -> str:
+        return f"{self.quant_type}{', double quantization' * self.double_quant}"
 
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):

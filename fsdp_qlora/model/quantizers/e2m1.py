@@ -7,6 +7,7 @@ in the low bits: a sign, two bits of exponent and one of mantissa (OCP Microscal
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +107,12 @@ class E2m1Weight(QuantizedWeight):
             "": StoredParameter("weight", TensorForm(torch.uint8, (groups, self.group_size // 2))),
             ".scale": StoredParameter("scale", TensorForm(torch.uint8, (groups,))),
         }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"format": self.label}
+
+    def describe_code(self) -> str:
+        return self.label
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:

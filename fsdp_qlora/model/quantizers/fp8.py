@@ -1,6 +1,7 @@
 """Weights as floats of 8 bits (E4M3 or E5M2), with float32 scales for rows, blocks of a matrix, or whole matrices."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,12 @@ class Fp8Weight(QuantizedWeight):
             "": StoredParameter("weight", TensorForm(torch.uint8, (len(self.weight), row_bytes))),
             ".scale": StoredParameter("scale", TensorForm(torch.float32, tuple(self.scale.shape))),
         }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"format": "fp8"}
+
+    def describe_code(self) -> str:
+        return "FP8"
 
 
 class Fp8Linear(QuantizedLinear, Fp8Weight):

@@ -5,6 +5,7 @@ represents the weight (q - zero) * scale, with the zero and scale of its group.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +15,11 @@ from fsdp_qlora.model.quantizers.base import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
+    StoredParameter,
     write_bytes,
 )
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import TensorForm
 
 # With few groups a GPU sums each group in another order, so the number of groups is padded to a multiple of this.
 _FEW_GROUPS = 256
@@ -74,6 +77,27 @@ class HqqWeight(QuantizedWeight):
         codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
         write_bytes(self.weight, _pack(codes, self.n_bits))
         write_bytes(self.scale_zero, scale_zero)
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        num_groups = self.scale_zero.shape[0]
+        return {
+            "": StoredParameter("weight", TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8))),
+            ".scale_zero": StoredParameter("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        import hqq
+
+        return {
+            "n_bits": self.n_bits,
+            "group_size": self.group_size,
+            "solver": _SOLVER,
+            "hqq": hqq.__version__,
+            "torch": torch.__version__,  # the solver uses its operations
+        }
+
+    def describe_code(self) -> str:
+        return f"HQQ, {self.n_bits} bits, groups of {self.group_size}"
 
 
 class HqqLinear(QuantizedLinear, HqqWeight):

@@ -2,12 +2,15 @@
 
 import functools
 import logging
+from typing import Any
 
+import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -66,6 +69,19 @@ class Int8Weight(QuantizedWeight):
             codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
         write_bytes(self.weight, codes)
         write_bytes(self.row_scale, row_scale)
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        return {
+            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
+            ".row_scale": StoredParameter("row_scale", TensorForm(torch.float32, (self.shape[0],))),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold concerns activations only
+
+    def describe_code(self) -> str:
+        return "int8"
 
 
 class Int8Linear(QuantizedLinear, Int8Weight):

@@ -56,6 +56,7 @@ class WeightFiles:
     Args:
         stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
         packed: the format of tensors that are presented as bytes, under the names that quantized layers give them.
+        as_bytes: present every tensor as bytes, not only those of packed weights.
         file: use only this file of the folder.
     Attributes:
         files: tensor name -> file that contains it, or its first part.
@@ -70,13 +71,14 @@ class WeightFiles:
         stored: PackedFormat | None = None,
         *,
         packed: PackedFormat | None = None,
+        as_bytes: bool = False,
         file: str | None = None,
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
         entries = _read_header(folder / file) if file else self._index()
-        for name in packed_tensors(entries):
+        for name in entries if as_bytes else packed_tensors(entries):
             if name in entries:
                 entries[name] = entries[name].in_bytes()
         self._entries = entries
@@ -146,12 +148,13 @@ class WeightFiles:
     def form(self, name: str) -> TensorForm:
         return TensorForm(self.dtype(name), tuple(self.shape(name)))
 
-    def origins(self, name: str) -> list[str]:
-        """The tensors in the files that `name` consists of."""
+    def origins(self, name: str) -> dict[str, Path]:
+        """The tensors in the files that `name` consists of -> their files."""
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
-            return [origin for part in tensor.parts for origin in self.origins(part.name)]
-        return [name] if isinstance(tensor, StoredTensor) else list(tensor.parts)
+            return {origin: file for part in tensor.parts for origin, file in self.origins(part.name).items()}
+        origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
+        return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
         """The decoded tensors in the files, or elements of them, that make up the flattened tensor `name`."""

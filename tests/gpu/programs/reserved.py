@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
         sharding_strategy=args.strategy,
         use_cpu_offload=args.offload,
         batch_size=args.batch_size,
+        quant_cache="off",
     )
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
     config = LlamaConfig(**shape, max_position_embeddings=args.length, tie_word_embeddings=False)

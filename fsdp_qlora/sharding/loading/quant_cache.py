@@ -1,0 +1,339 @@
+"""A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize nothing.
+
+An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers' whole parameters as
+`stored_parameters` describes them (4-bit ones in bitsandbytes' format, see bnb_4bit.py). Any number of ranks can read
+its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
+and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
+unlocked leftovers.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.shards import shard_rank, shard_size
+from fsdp_qlora.model.quantizers.base import QuantizedWeight, packed_forms
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import cache_folder, file_identity, free_disk, publish_folder, write_hashed_json
+from fsdp_qlora.utils.safetensors_files import PackedFiles
+from fsdp_qlora.utils.text import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+CHECKSUMS = "checksums.json"
+FORMAT_VERSION = 2  # increase it when the layout, the key or the quantization changes
+_PAGE = 4096  # a checksum covers whole pages
+_CHUNKS = 128  # most checksums per tensor; a rank reads up to one additional chunk at each end of its part
+_SAMPLES, _MIN_SAMPLES = 256, 4  # of files not identified by a hash: for all files together, and at least for each
+
+
+def cache_root(option: str) -> Path | None:
+    """The cache's folder, None if it is off. option: off, a folder, or auto (see `cache_folder`)."""
+    if option == "off":
+        return None
+    return cache_folder() / "quantized" if option == "auto" else Path(option).expanduser()
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read an entry's description. Raises ValueError if it has changed since it was written."""
+    description = json.loads((folder / CHECKSUMS).read_bytes())
+    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
+        raise ValueError(f"{folder / CHECKSUMS} has changed")
+    return description
+
+
+def description_hash(description: Mapping[str, Any]) -> str:
+    """The hash that verifies an entry's description, whose checksums verify the tensors."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+
+def try_lock(target: Path) -> FileLock | None:
+    """Lock an entry. Returns None if another process has the lock."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{target}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
+
+
+class DamagedEntry(UserError):
+    """An entry of the cache has changed since it was written."""
+
+
+def cache_key(
+    layers: Mapping[str, QuantizedWeight], weight_files: WeightFiles, sources: Mapping[str, str], kernels: Iterable[str]
+) -> str:
+    """The name of an entry: a hash of everything that determines its bytes.
+
+    kernels: `device_kernels` of every rank. Each rank quantizes its part, and kernels may round differently.
+    """
+    origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
+    files = sorted({file for tensors in origins.values() for file in tensors.values()})
+    identity = {
+        "format": FORMAT_VERSION,
+        "device": ", ".join(sorted(set(kernels))),
+        "files": [file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
+        "layers": [
+            [
+                *(weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings()),
+                [[suffix, str(part.form.dtype), part.form.shape] for suffix, part in layer.stored_parameters().items()],
+            ]
+            for weight, layer in layers.items()
+        ],
+    }
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
+
+
+def device_kernels(device: torch.device) -> str:
+    """The name of the device whose kernels quantize on this rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+class CachedWeights(WeightFiles):
+    """The quantized weights of an entry, verified as they are read, and all others from the model's own files.
+
+    Every method may raise DamagedEntry.
+    """
+
+    def __init__(self, folder: Path, original: WeightFiles) -> None:
+        try:
+            self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
+            super().__init__(folder, as_bytes=True)
+            if self.checksums.keys() != self.files.keys():
+                raise ValueError("its tensors and its checksums do not match")
+        except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedEntry(str(error)) from error
+        self._entries = {**original._entries, **self._entries}
+        self._tensors = {**original._tensors, **self._tensors}
+        self.files = {**original.files, **self.files}
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose checksums are verified."""
+        if name not in self.checksums:
+            return super().read_flat(name, start, stop)
+        size, expected = self.checksums[name]["chunk"], self.checksums[name]["crc32"]
+        first = start // size
+        begin, end = first * size, min(-(-stop // size) * size, self.shape(name).numel())
+        try:
+            content = super().read_flat(name, begin, end)
+        except UserError as error:
+            raise DamagedEntry(str(error)) from error
+        for at, actual, checksum in zip(range(begin, end, size), _crc32(content, size), expected[first:], strict=False):
+            if actual != checksum:
+                last = min(at + size, end)
+                raise DamagedEntry(f"{self.files[name]}: bytes {at} to {last} of {name} have changed")
+        return content[start - begin : stop - begin]
+
+
+def _crc32(content: torch.Tensor, size: int) -> list[int]:
+    """The checksum of each `size` bytes."""
+    return [zlib.crc32(chunk.numpy()) for chunk in content.split(size)]
+
+
+def _checksums(files: WeightFiles, name: str) -> dict[str, Any]:
+    """The checksums of a tensor's chunks, which are whole pages."""
+    total = files.shape(name).numel()
+    size = max(1, -(-total // (_CHUNKS * _PAGE))) * _PAGE
+    return {"chunk": size, "crc32": _crc32(files.read_flat(name, 0, total), size)}
+
+
+class Unavailable(Exception):
+    """An entry is not written. The message is the reason, as the end of a sentence."""
+
+
+def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh) -> int:
+    """Write the layers, which have been filled from `weights`, as an entry. Returns its size in bytes.
+
+    Collective over a shard group. Raises Unavailable on every rank, with the reason of the first one that fails.
+    """
+    folder, rank = target.with_name(f"{target.name}.writing"), shard_rank(mesh)
+    forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
+    files = PackedFiles(folder, forms)
+    with contextlib.ExitStack() as cleanup:
+        with _together(target.parent, mesh):
+            if rank == 0:
+                _begin(target, files, cleanup)
+        with _together(target.parent, mesh):
+            for weight, layer in layers.items():
+                _write_part(files, weight, layer, weights, mesh)
+            files.sync()
+        checksums: dict[str, Any] = {}
+        with _together(target.parent, mesh):  # the ranks share the work of reading all files back
+            written = WeightFiles(folder, as_bytes=True)
+            checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
+        device, group = torch.device(mesh.device_type), mesh["shard"].get_group()
+        for part in all_gather_strings(json.dumps(checksums), device, group):
+            checksums |= json.loads(part)
+        description = {
+            "format": FORMAT_VERSION,
+            "model": str(weights.files.folder),
+            "quantizer": next(iter(layers.values())).describe_code(),
+            "created": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "tensors": checksums,
+        }
+        with _together(target.parent, mesh):
+            if rank == 0:
+                write_hashed_json(folder / CHECKSUMS, description | {"sha256": description_hash(description)})
+                publish_folder(folder, target)
+    return files.num_bytes
+
+
+@contextlib.contextmanager
+def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
+    """Raise Unavailable on every rank of a shard group if the block, which has no collectives, fails on one."""
+    with raise_on_all_ranks(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
+        try:
+            yield
+        except UserError as error:
+            raise Unavailable(str(error)) from error
+        except OSError as error:
+            advice = "give another folder with --quant_cache, or off"
+            raise Unavailable(f"{root} cannot be written ({error.strerror or error}); {advice}") from error
+
+
+def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> None:
+    """Lock an entry and create its files, if it does not exist and fits on the disk."""
+    lock = try_lock(target)
+    if lock is None:
+        raise Unavailable("another run is writing it")
+    cleanup.callback(lock.release)
+    if (target / CHECKSUMS).exists():
+        raise Unavailable("another run has just written it")
+    cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)  # after a success it has another name
+    for leftover in target.parent.glob("*.writing"):  # of killed runs
+        if (leftover_lock := try_lock(leftover.with_suffix(""))) is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            leftover_lock.release()
+    for leftover in (target, files.folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    free, size = free_disk(target.parent), files.num_bytes
+    if free < 2 * size:  # on a full disk the run could not save its result
+        raise Unavailable(
+            f"it needs twice its size of {format_bytes(size)}, and {target.parent} has {format_bytes(free)} free; "
+            "give another folder with --quant_cache, or off"
+        )
+    files.folder.mkdir()
+    files.create()
+
+
+def _write_part(files: PackedFiles, weight: str, layer: QuantizedWeight, weights: Weights, mesh: DeviceMesh) -> None:
+    """Write this rank's part of a layer. The first rank writes the tensors that every rank has."""
+    for suffix, stored in layer.stored_parameters().items():
+        start, stop = layer.stored_range(stored, mesh)
+        files.write(weight + suffix, start, layer.stored_bytes(stored)[: stop - start].cpu())
+    if shard_rank(mesh) == 0:
+        for suffix, whole in layer.stored_whole(weights.files.dtype(weights.sources[weight])).items():
+            files.write(weight + suffix, 0, whole)
+
+
+def load_or_create(
+    root: Path,
+    layers: Mapping[str, QuantizedWeight],
+    weights: Weights,
+    load_weights: Callable[..., None],
+    ranks: Ranks,
+    mesh: DeviceMesh,
+) -> None:
+    """Fill the model from its entry in the cache. Without one, fill it from its own files and write an entry.
+
+    load_weights: the function `load_weights` with all arguments bound except `weights`.
+    """
+    kernels = all_gather_strings(device_kernels(ranks.device), ranks.device)
+    folder = root / cache_key(layers, weights.files, weights.sources, kernels)
+    has_entry = os.path.isfile(folder / CHECKSUMS)  # False also if the folder is not readable
+    # Without a shared folder, some nodes may not have the entry.
+    if gather_numbers([has_entry], ranks.device).all() and _load_entry(folder, weights, load_weights, ranks):
+        return
+    load_weights(weights=weights)
+    if shard_size(mesh) > ranks.local_world_size:
+        log.info("No quantized cache is written: no single machine of this run holds the whole model.")
+    elif ranks.local_rank < shard_size(mesh):  # otherwise it has a further copy of the model on this machine
+        try:
+            size = write_entry(folder, layers, weights, mesh)
+        except Unavailable as reason:
+            log.warning("No quantized cache is written: %s.", reason)
+        else:
+            log.debug("Quantized weights were saved for the next start: %s (%s).", folder, format_bytes(size))
+
+
+def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None], ranks: Ranks) -> bool:
+    """Fill the model from an entry. If it is damaged on any rank, remove it and return False."""
+    try:
+        with raise_on_all_ranks(DamagedEntry, ranks.device):
+            cached = CachedWeights(folder, weights.files)
+            sources = {**weights.sources, **{name: name for name in cached.checksums}}
+            load_weights(weights=Weights(cached, sources, packed=True))
+    except DamagedEntry as error:
+        log.warning(
+            "The quantized cache %s is damaged (%s). It is rebuilt from the model's own weights.", folder, error
+        )
+        if ranks.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return False
+    with contextlib.suppress(OSError):  # a read-only cache
+        os.utime(folder / CHECKSUMS)  # `fsdp-qlora cache` shows when it was last used
+    log.debug("  its quantized weights come from the cache, verified: %s", folder)
+    return True
+
+
+def list_entries(root: Path) -> list[dict[str, Any]]:
+    """The entries of the cache, most recently used first."""
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    entries = []
+    for folder in folders:
+        description: dict[str, Any] = {}
+        state = folder.suffix.removeprefix(".") or "complete"
+        if state == "complete":
+            try:
+                description = read_description(folder)
+            except (OSError, ValueError, KeyError, RecursionError):
+                state = "damaged"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        used = folder / CHECKSUMS if (folder / CHECKSUMS).is_file() else folder
+        described = {name: description.get(name, "") for name in ("quantizer", "model", "created")}
+        entries.append({"key": folder.stem, "state": state, "bytes": size, "used": used.stat().st_mtime, **described})
+    return sorted(entries, key=lambda entry: -entry["used"])
+
+
+def prune(root: Path, keys: list[str]) -> None:
+    """Remove entries and leftovers of damaged ones, except those that a run is writing.
+
+    Raises:
+        UserError: a key is not in the cache.
+    """
+    present = {entry["key"] for entry in list_entries(root)}
+    chosen = present if keys == ["all"] else set(keys)
+    if unknown := chosen - present:
+        raise UserError(f"The cache {root} has no entry {', '.join(sorted(unknown))}. See: fsdp-qlora cache")
+    freed = 0
+    for key in sorted(chosen):
+        lock = try_lock(root / key)
+        if lock is None:
+            print(f"{key} is being written by a run: not removed.")
+            continue
+        for folder in [root / key, *root.glob(f"{key}.*")]:
+            if folder.is_dir():
+                freed += sum(path.stat().st_size for path in folder.iterdir())
+                shutil.rmtree(folder)
+        (root / f"{key}.lock").unlink(missing_ok=True)
+        lock.release()
+    print(f"Freed {format_bytes(freed)}.")
