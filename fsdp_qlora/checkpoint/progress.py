@@ -49,8 +49,8 @@ class Progress(Evaluations):
     """Counters and losses of a run, under their names in state.json.
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
-    loss_scale: `LossScale.state` of an fp16 run. stream: a StreamPosition of data/batches/streaming.py, or
-    `mark_of` the last answers of training/rl/source.py.
+    loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as `mark_of` the
+    last answers of training/rl/source.py.
     """
 
     step: int = 0

@@ -148,7 +148,7 @@ def measure(
         plan = placed.model
         vocab_size = plan.meta.model.get_input_embeddings().num_embeddings
         for name, dataset in parse_eval_names(datasets).items():
-            own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
+            own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0)
             own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
             rows_as = data_options(own, plan.folder, plan.tokenizer)
             longest = most_positions(plan.config)

@@ -124,7 +124,7 @@ def refuse_names(config: TrainConfig) -> None:
         path = Path(name.name).expanduser()
         if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
-        source = sources.find_source(name, streamed=bool(config.streaming))
+        source = sources.find_source(name)
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
             entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]

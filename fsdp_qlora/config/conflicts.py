@@ -141,12 +141,8 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--beta of --objective distill is between 0, KL(teacher || student), and 1, KL(student || teacher)."
     if c.precompute_reference and (not c.has_reference or c.objective == "distill"):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
-    if c.precompute_reference and c.streaming:
-        yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     if not c.teacher and (unused := _changed(c, "teacher_adapter", "top_k")) and c.objective == "distill":
         yield f"{_flags(unused)}: these are for --teacher NAME."
-    if c.teacher and c.streaming:
-        yield "--teacher goes over all rows before training: it cannot be used with --streaming true."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
     if is_rated and chosen.row_kind in (TEXTS, PROMPTS, TAUGHT):
         yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
@@ -177,7 +173,7 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
     if c.rollout_url and c.kind.adapter == "dora":
         yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
-    refused = _changed(c, "eval_dataset", "eval_fraction", "streaming", "precompute_reference")
+    refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")
     if refused:
         yield f"--objective {c.objective} generates its rows during training: it cannot be used with {_flags(refused)}."
 
@@ -198,12 +194,6 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--eval_tasks {NEEDS_LM_EVAL}"
     if c.early_stopping and not c.eval_steps:
         yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
-    if c.streaming and len(c.dataset) > 1:
-        yield "--streaming true takes one dataset: put the files into one folder."
-    if c.streaming and c.eval_fraction > 0:
-        yield "--streaming true cannot choose rows to hold out: give --eval_dataset instead of --eval_fraction."
-    if c.streaming and c.dataset_samples is not None:
-        yield "--streaming true reads the whole dataset: leave out --dataset_samples, or give --max_steps."
 
 
 def _place_errors(c: TrainConfig) -> Iterator[str]:

@@ -120,9 +120,6 @@ class TrainConfig:
     """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. auto is the
     smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096; a resumed run keeps its
     value."""
-    streaming: Annotated[bool | int, SWITCH_OR_COUNT] = False
-    """Read and tokenize the dataset, files or one of the hub, during training; for datasets larger than memory or disk.
-    true shuffles 10,000 rows together in memory; give more, such as 50000, when neighbouring rows are alike."""
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
     """Largest share of the rows that may be left out, malformed or with a prompt that fills the context; with more the
     run does not start. rejected.jsonl lists them."""
@@ -400,11 +397,6 @@ class TrainConfig:
         if self.rollout_url and self.init_lora_weights.startswith(("pissa", "olora")):  # subtracted from the base
             return True
         return self.has_reference_beside and (self.adapter is not None or self.init_lora_weights != "true")
-
-    @property
-    def shuffle_buffer(self) -> int:
-        """Rows that `streaming` shuffles together."""
-        return 10_000 if self.streaming is True else int(self.streaming)
 
     @property
     def start_from(self) -> str:

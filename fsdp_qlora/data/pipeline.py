@@ -27,7 +27,6 @@ from fsdp_qlora.data.batches.rows import (
     join_completions,
     join_rows,
 )
-from fsdp_qlora.data.batches.streaming import RowStream, StreamPosition, sample_evenly
 from fsdp_qlora.data.content import (
     ANSWERS,
     FOLDER,
@@ -54,7 +53,6 @@ from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
-_FIRST_ROWS = 1000  # of a stream, which are checked before training
 _MOST_MEASURED = 10_000  # rows of a dataset that decide on --context_length auto
 _OURS = {"prompt", "completion", "completion_ids"}  # names that reward functions know for something else
 
@@ -105,9 +103,6 @@ class DataOptions:
     dataset_samples: int | None
     max_bad_rows: float
     seed: int
-    streaming: bool = False
-    shuffle_buffer: int = 10_000
-    max_steps: int = -1
 
     @property
     def longest_row(self) -> int:
@@ -138,7 +133,7 @@ class Prompt:
 
 
 class DatasetPipeline:
-    """Turns the rows of the one `options.dataset` into tokens, whole or as a stream. source: if it is known already."""
+    """Turns the rows of the one `options.dataset` into tokens. source: if it is known already."""
 
     def __init__(
         self,
@@ -154,7 +149,7 @@ class DatasetPipeline:
         self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
         self.used: ChooseColumns = tuple if text.makes_rows or text.has_teacher else self.requested.used
         self.prompts: list[Prompt] = []
-        self.source = source or sources.find_source(self.dataset, streamed=options.streaming)
+        self.source = source or sources.find_source(self.dataset)
         named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
         self.samples = named if options.dataset_samples is None else options.dataset_samples
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
@@ -193,43 +188,11 @@ class DatasetPipeline:
         """The report on the uncut rows that decide; num_rows were read, and num_used of them tokenized."""
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            limit = _FIRST_ROWS if self.options.streaming else self.samples
-            num_rows, chosen = sample_evenly(self.source.entries(limit, used=self.used), _MOST_MEASURED)
+            num_rows, chosen = _sample_evenly(self.source.entries(self.samples, used=self.used), _MOST_MEASURED)
             _, report = self._tokenize(self.source, chosen)
             return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
 
         return through_cache(["measured", *self._key], make)[1]
-
-    def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
-        """The first rows, which are checked as others are, their report, and the stream of all rows."""
-        options, source = self.options, self.source
-
-        def tokenize(entries: Iterable[Entry]) -> tuple[TokenizedRows, DataReport]:
-            block, report = self._tokenize(source, entries)
-            tokenization.check_vocabulary(block, vocab_size)
-            return block, report
-
-        stream = RowStream(
-            source,
-            tokenize,
-            used=self.used,
-            block_rows=options.shuffle_buffer,
-            seed=options.seed,
-            max_bad_rows=options.max_bad_rows,
-            num_rows=source.count() if options.max_steps < 0 else None,
-        )
-        entries, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
-        first, report = tokenize(entries)
-        if report.num_apart and options.max_steps < 0:
-            raise UserError(
-                "--streaming true: turns of these chats, which the chat template renders differently when others "
-                "follow, or pieces of these texts become rows of their own, so the number of rows is unknown. Give "
-                "--max_steps."
-            )
-        check_report(report, options)
-        at_a_time = f"{options.shuffle_buffer:,} rows at a time"
-        log.info("%s is streamed, and shuffled %s; these were its first.", self.dataset.name, at_a_time)
-        return first, report, stream
 
     def _tokenize(
         self, source: Source, entries: Iterable[Entry], *, show_progress: bool = False
@@ -352,6 +315,16 @@ class DatasetPipeline:
         if isinstance(columns.get("prompt"), list):
             columns["messages"] = columns["prompt"]
         return {name: value for name, value in columns.items() if name not in {*_OURS, IGNORE}}
+
+
+def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:
+    """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
+    count, kept, distance = 0, list[Entry](), 1
+    for count, item in enumerate(items, start=1):
+        kept += [item] if (count - 1) % distance == 0 else []
+        if len(kept) > most:
+            kept, distance = kept[::2], 2 * distance
+    return count, kept
 
 
 def _right_answer(row: Row, said: str | None) -> object:

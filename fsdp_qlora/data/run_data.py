@@ -19,7 +19,6 @@ from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
 from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows
 from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
-from fsdp_qlora.data.batches.streaming import RowStream
 from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, check_report
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
@@ -52,7 +51,6 @@ class RunData:
     """The rows of a run."""
 
     train: TokenizedRows
-    """All rows; the first ones of a stream, to look at."""
     train_rows: np.ndarray
     """Indices of the rows of `train` to train on, int64."""
     evaluation: TokenizedRows = NO_ROWS
@@ -62,12 +60,10 @@ class RunData:
     """For the result's card, as JSON. data: name, format and number of rows of each dataset; eval_data: the same;
     prompt: as `prompt_record`, of the first dataset, and in a run's plan with `ends`."""
     reports: tuple[DataReport, ...] = ()
-    """The reports on each dataset to train on; on the first rows of a stream."""
+    """The reports on each dataset to train on."""
     eval_reports: tuple[DataReport, ...] = ()
     mixture: Mixture | None = None
     """The datasets' parts in an epoch, if they have weights."""
-    stream: RowStream | None = None
-    """Reads the rows to train on, if they are streamed."""
     context_length: int = 0
     """The most tokens of a row, as asked for or decided."""
     image_processor: ImageProcessor | None = None
@@ -87,13 +83,13 @@ class RunData:
 
     @property
     def have_images(self) -> bool:
-        """Whether rows have images; of a stream the first ones."""
+        """Whether rows have images."""
         return len(self.train.images) + len(self.evaluation.images) > 0
 
     @property
     def source(self) -> RowSource:
         """Gives the rows to train on."""
-        return self.stream or RowsInMemory(self.train, self.train_rows)
+        return RowsInMemory(self.train, self.train_rows)
 
     @property
     def eval_rows(self) -> np.ndarray:
@@ -101,24 +97,20 @@ class RunData:
         return np.concatenate([np.arange(0), *self.eval_sets.values()])
 
     @property
-    def rows_per_epoch(self) -> int | None:
-        """None if it is unknown."""
-        if self.stream is not None:
-            return self.stream.num_rows
+    def rows_per_epoch(self) -> int:
+        """The rows to train on in an epoch."""
         return sum(self.mixture.rows_per_epoch) if self.mixture else len(self.train_rows)
 
     @property
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
-        about: list[object] = [self.stream.source.identity] if self.stream is not None else []
-        about += [derive_seed([prompt.columns for prompt in self.prompts.rows])] if self.prompts else []
+        about = [derive_seed([prompt.columns for prompt in self.prompts.rows])] if self.prompts else []
         return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *about]
 
     @property
     def rejected(self) -> list[tuple[str, str]]:
-        """(place, reason) of every row that was left out; a stream logs them as they come."""
-        reports = self.eval_reports if self.stream is not None else self.reports + self.eval_reports
-        return [place for report in reports for place in report.places()]
+        """(place, reason) of every row that was left out."""
+        return [place for report in self.reports + self.eval_reports for place in report.places()]
 
     def ends(self, tokenizer: PreTrainedTokenizerBase, after_answer: str) -> list[str]:
         """The tokens, besides the tokenizer's own, with which answers of the first rows end; or what follows them."""
@@ -158,33 +150,26 @@ def prepare_data(
         if name.name == sources.DUMMY or name.weight is not None:
             problem = "no prompts" if name.name == sources.DUMMY else "a weight: leave it out"
             raise UserError(f"dataset: {name.name} has {problem}.")
-    texts = [name for name in options.dataset if options.streaming or parse_name(name).name != sources.DUMMY]
-    known_sources = {name: sources.find_source(name, streamed=options.streaming) for name in texts}
+    texts = [name for name in options.dataset if parse_name(name).name != sources.DUMMY]
+    known_sources = {name: sources.find_source(name) for name in texts}
     if options.context_length == "auto":
         chosen = _choose_context_length(tokenizer, options, known_sources, longest)
         options = dataclasses.replace(options, context_length=chosen)
-    if options.streaming:
-        pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker()], known_sources[options.dataset[0]])
-        train, report, stream = pipeline.open_stream(vocab_size)
-        data = RunData(train, np.arange(len(train)), train, reports=(report,), stream=stream)
-    else:
-        prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
-        data = _joined(prepared, options, shares)
-        if options.text.makes_rows:
-            rows = [prompt for part in prepared for prompt in part.prompts]
-            prompts = Prompts(tuple(rows), options.text.max_completion_length)
-            data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
+    prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
+    data = _joined(prepared, options, shares)
+    if options.text.makes_rows:
+        rows = [prompt for part in prepared for prompt in part.prompts]
+        prompts = Prompts(tuple(rows), options.text.max_completion_length)
+        data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         data = _with_evaluation(
             data, _prepare_each(list(eval_names.values()), tokenizer, whole, vocab_size), eval_names
         )
-    counts = [data.stream.num_rows] if data.stream else [report.num_used for report in data.reports]
-    eval_counts = [report.num_used for report in data.eval_reports]
     provenance = {
         "prompt": record_of(data.reports[0], options),
-        "data": list(map(describe_dataset, options.dataset, data.reports, counts)),
-        "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports, eval_counts)),
+        "data": list(map(describe_dataset, options.dataset, data.reports)),
+        "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports)),
     }
     length, processor = options.longest_row, options.text.image_processor
     return dataclasses.replace(data, provenance=provenance, context_length=length, image_processor=processor)
@@ -214,8 +199,8 @@ def _choose_context_length(
 ) -> int:
     """The smallest power of two that keeps 99% of the rows of each dataset whole, at most 4,096 and `longest`.
 
-    All rows decide; of a dataset of more than 10,000 some at even distances, of a stream the first ones. The same rows
-    give the same number on every rank.
+    All rows decide; of a dataset of more than 10,000 some at even distances. The same rows give the same number on
+    every rank.
     """
     reports = []
     for dataset, source in known_sources.items():
@@ -225,7 +210,7 @@ def _choose_context_length(
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
     chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
     used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
-    which = f"the first {used:,}" if options.streaming else f"{used:,} of {total:,}" if used < total else f"{used:,}"
+    which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
     log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
     return chosen
 
@@ -263,11 +248,11 @@ def _prepare_each(
     return prepared
 
 
-def describe_dataset(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
+def describe_dataset(dataset: str, report: DataReport) -> dict[str, Any]:
     """A dataset for the result's card: by its name alone if it is a local path."""
     path = Path(parse_name(dataset).name).expanduser()
     name = path.resolve().name if path.exists() else dataset
-    return {"name": name, "format": report.dataset_format, "rows": num_rows}
+    return {"name": name, "format": report.dataset_format, "rows": report.num_used}
 
 
 def _mixture(

@@ -50,7 +50,7 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
 
     config, data = read_rows(config, model)
     planner = Planner(config, request, model, data, tokens)
-    num_rows, longest = data.rows_per_epoch or len(data.train_rows), data.lengths[data.train_rows].max()
+    num_rows, longest = data.rows_per_epoch, data.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
     log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{num_rows:,}", f"{longest:,}", total)
     return planner

@@ -44,13 +44,13 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 
 
 def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
-    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
-    rows, is_answered = data.rows_per_epoch, data.prompts is not None
+    """The steps of the run."""
+    is_answered = data.prompts is not None
     if data.have_images and config.context_size > 1:
         raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
     schedule = config.pick(
         Schedule,
-        num_rows=rows or 1,
+        num_rows=data.rows_per_epoch,
         data_size=data_size,
         global_batch_size=rows_per_step or config.batch_size * config.gradient_accumulation_steps * data_size,
         batching="padded" if data.have_images else config.batching,
@@ -59,11 +59,7 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         num_generations=config.num_generations if is_answered else 1,
         num_iterations=config.num_iterations if is_answered else 1,
     )
-    if is_answered:
-        return _of_answers(schedule)
-    if rows is not None:
-        return schedule
-    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
+    return _of_answers(schedule) if is_answered else schedule
 
 
 def _of_answers(schedule: Schedule) -> Schedule:
@@ -97,7 +93,7 @@ class RunRows:
         self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
 
     def planned(self) -> PlannedRows:
-        """Sum up the rows; those of a stream are as long as the options allow, on average as the stream's first."""
+        """Sum up the rows."""
         schedule = self.schedule
         of_epoch = epoch_order(self.data.train_rows, seed=self.config.seed, epoch=0, mixture=self.data.mixture)
         num_rows = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
@@ -105,9 +101,7 @@ class RunRows:
         return PlannedRows(self.longest(), self.mean_micro_batch(), tokens)
 
     def longest(self) -> Lengths:
-        """The run's longest micro-batch, padding included; of a stream, whose rows are unknown, the most possible."""
-        if self.data.rows_per_epoch is None:
-            return longest_allowed(self.config)
+        """The run's longest micro-batch, padding included."""
         computed = self.data.train.num_learned_from(shares_prompts=self._shares_prompts)
         computed = np.minimum(computed + self.data.completion_length, self.schedule.context_length)
         longest, _ = self.schedule.longest_micro_batch(self.data.train_rows, self.lengths, computed)

@@ -43,7 +43,7 @@ from tests.chaos.harness import (
     wait_for,
     write_slowly,
 )
-from tests.tiny import all_slow_but, make_rows, write_rows
+from tests.tiny import all_slow_but
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's; Python has no names for them
 
@@ -206,8 +206,6 @@ def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
 KINDS: dict[str, dict[str, object]] = {
     **{train_type: {"train_type": train_type} for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")},
     "full, in the background": {"train_type": "full"},
-    # Rows are taken up again in the middle of a block. 41 rows, 4 a step: the second epoch begins in step 11.
-    "streaming": {"streaming": 15, "max_steps": 22, "num_epochs": 2},
 }
 
 
@@ -220,11 +218,6 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
     if train_type.trains_new_blocks:
         expand_model(str(options["model_name"]), tmp_path / "expanded", expansion_rate=0.5)
         options["model_name"] = tmp_path / "expanded"
-    if kind == "streaming":
-        (tmp_path / "rows").mkdir()
-        for name, part in (("a", make_rows(41)[:25]), ("b", make_rows(41)[25:])):
-            write_rows(tmp_path / "rows" / f"{name}.jsonl", part)
-        options["dataset"] = tmp_path / "rows"
     whole, out, is_slow = tmp_path / "whole", tmp_path / "out", "background" in kind
     output = run({**options, "output_dir": whole}, tmp_path / "logs", fault=write_slowly if is_slow else None)
     # Training goes on while a checkpoint is written.

@@ -17,7 +17,7 @@ import pytest
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.sources import source as sources
-from fsdp_qlora.data.sources.files import FILE_KINDS, read_file
+from fsdp_qlora.data.sources.files import read_parquet
 from fsdp_qlora.utils.errors import UserError
 from tests.data.rows import ROWS, counting_memory, write_jsonl
 
@@ -165,7 +165,7 @@ def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", store_schema=False)
     assert (tmp_path / "rows.parquet").stat().st_size < 1 << 20
     with counting_memory() as most:
-        assert sum(1 for _ in read_file(tmp_path / "rows.parquet", FILE_KINDS[".parquet"])) == 300
+        assert sum(1 for _ in read_parquet(tmp_path / "rows.parquet")) == 300
         assert most() < 64 << 20
 
 

@@ -77,13 +77,6 @@ def test_auto_context_samples_rows_of_large_datasets(
 
 
 @pytest.mark.quick
-def test_auto_context_of_a_stream_reads_its_first_thousand_rows(tmp_path: Path, lines: list[str]) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", answers(*[40] * 1000, *[200] * 200))
-    data = prepared([path], streaming=True)
-    assert data.context_length == 64 and "99% of the first 1,000 rows have at most" in lines[0]
-
-
-@pytest.mark.quick
 def test_resumed_run_keeps_its_context_length(tmp_path: Path) -> None:
     run, copy, step, other = (tmp_path / name for name in ("run", "copy", "step", "other"))
     record = {"options": {"context_length": 640, "dataset": ["a.jsonl"]}}

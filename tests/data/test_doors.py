@@ -94,7 +94,7 @@ PACKAGE, KERNEL, OWN = "comes with the package", "of the kernel", "a run or a ca
 OTHERWISE = {
     SELF: """
         utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet data.text.images:_decode
-        data.sources.files:count_parquet sharding.loading.weight_files:WeightFiles._read_into
+        sharding.loading.weight_files:WeightFiles._read_into
         sharding.loading.weight_files:_read_header
     """,
     CHECKED: """
@@ -107,7 +107,7 @@ OTHERWISE = {
         model.architecture.models:load_tokenizer run.open_model:load_trained
         sharding.loading.first_adapters:fill_from sharding.loading.first_adapters:load_subtracted_part
     """,
-    "a dataset of the hub": "data.sources.source:hub_source data.sources.source:hub_stream",
+    "a dataset of the hub": "data.sources.source:hub_source",
     PACKAGE: """
         commands.tools:configs config.other_names: config.text:describe_config export.card:_card planning.gpus:
         observability.report:make_page planning.offers:

@@ -197,7 +197,6 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ),
         ("--objective grpo --rewards exact_match --eval_fraction 0.1", "cannot be used with --eval_fraction"),
         ("--objective grpo --rewards exact_match --train_type full", "it cannot be used with --train_type full"),
-        ("--objective dpo --precompute_reference true --streaming true", "cannot be used with --streaming true"),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),
         ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
@@ -303,9 +302,9 @@ def test_every_other_name_stands_for_an_option_and_its_value():
 
 
 def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
-    argv = "--use_cpu_offload --streaming --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
+    argv = "--use_cpu_offload --deterministic --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
     config = parse_train_config(argv.split())
-    assert config.use_cpu_offload and config.streaming
+    assert config.use_cpu_offload and config.deterministic
     assert (config.train_type, config.optimizer, config.log_to) == ("hqq_lora", "paged_adamw_8bit", ("stdout",))
 
 
@@ -415,7 +414,7 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
 # A run in a folder is continued if these options are as they were.
 IDENTITY = """
     train_type precision quant_type double_quant n_bits group_size int8_threshold dataset_samples dataset_format
-    context_length streaming eval_fraction objective lr num_epochs max_steps lr_scheduler warmup optimizer wd grad_norm
+    context_length eval_fraction objective lr num_epochs max_steps lr_scheduler warmup optimizer wd grad_norm
     seed deterministic lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
     use_rslora init_lora_weights rank_pattern alpha_pattern loraplus_lr_ratio beta loss_type label_smoothing sft_weight
     simpo_gamma kto_weights rating_threshold teacher teacher_adapter top_k num_generations max_completion_length

@@ -81,7 +81,6 @@ CASES: dict[str, Case] = {
     ),
     "packing": Case({"batching": "packed", "gradient_accumulation_steps": 4}),
     "padding": Case({"batching": "padded", "gradient_accumulation_steps": 2}),
-    "streaming, resumed": Case({"streaming": True, **STOPPED}, then={"streaming": True}),
     "evaluation, best and early stop": Case({**EVALUATED, "early_stopping": 1}),
     "resumed on the host": Case(STOPPED, then=OFFLOAD),
     "full, resumed on the GPU": Case({"train_type": "full", **OFFLOAD, **STOPPED}, then={"train_type": "full"}),

@@ -6,7 +6,9 @@ time.
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +19,9 @@ import torch.nn.functional as F
 
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.batches.schedule import TOKENS_OF_AN_EMPTY_RANK, Round, Schedule
-from fsdp_qlora.data.batches.streaming import read_ahead
 from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.distributed.device import to_device
-from fsdp_qlora.utils.errors import UserError
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 BESIDE = "beside_"  # before the names of the arguments of `describe_documents` for the teacher's documents
@@ -340,9 +340,7 @@ class Collator:
         return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size)
 
     def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
-        assert self.image_processor is not None
-        if not self.schedule.padding:
-            raise UserError("Rows with images follow rows without in this stream. Give --batching padded.")
+        assert self.image_processor is not None and self.schedule.padding
         names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
         shown, taken = [*filter(None, names)], self.model_arguments
         images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
@@ -364,7 +362,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         made = (self.collator.micro_batch(rows, self.table) for rows in self.rounds)
-        return read_ahead(made, num=_AHEAD) if len(self.table.images) else made
+        return _made_ahead(made) if len(self.table.images) else made
 
     @property
     def num_targets(self) -> int:
@@ -387,3 +385,16 @@ class Batches:
         shared = {(index, rank // self.collator.context_size) for index, rank in places}
         chosen = [self.rounds[index][data_rank] for index, data_rank in sorted(shared)]
         return self.table.describe_numbers(np.concatenate(chosen) if chosen else self.rows)
+
+
+def _made_ahead(micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """The micro-batches, up to `_AHEAD` of which a thread makes ahead. Its exceptions are raised here."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="images")
+    end: Any = object()
+    try:
+        ahead = deque(thread.submit(next, micro_batches, end) for _ in range(_AHEAD))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(thread.submit(next, micro_batches, end))
+            yield item
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)

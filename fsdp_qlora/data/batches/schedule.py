@@ -1,7 +1,7 @@
 """The schedule: which rows an optimizer step takes, and which micro-batches of them a rank takes.
 
 Functions of options, seed and epoch alone, the same on every rank and in every run. A `RowSource` gives a step's rows:
-rows in memory, a stream (streaming.py), or what else produces them step by step.
+rows in memory, or what else produces them step by step.
 """
 
 import heapq
@@ -134,8 +134,6 @@ class Schedule:
         """
         longest, most_rounds = train_rows[:0], 0
         for _, rows in self.rows_of_steps(train_rows):
-            if not len(rows):
-                break  # of a stream only the first rows are known
             rounds = self.rounds(rows, lengths)
             most_rounds = max(most_rounds, len(rounds))
             longest = max([longest, *itertools.chain(*rounds)], key=lambda piece: self.tokens_computed(piece, computed))
@@ -157,9 +155,9 @@ class Schedule:
         return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(of_ranks) for of_ranks in tokens)
 
     def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
-        """The rounds of each of the first steps; of a stream only its first rows are known."""
+        """The rounds of each of the first steps."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
-        return [self.rounds(of_step, lengths) for _, of_step in steps if len(of_step)]
+        return [self.rounds(of_step, lengths) for _, of_step in steps]
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,11 +74,11 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
-def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedRows:
+def read_lines(path: Path, parse: Callable[[str], Row]) -> NumberedRows:
     """One row per line. Blank lines are skipped. Numbers are line numbers."""
-    has_rows = after > 0
+    has_rows = False
     with open_file(path) as file:
-        for line_number, line in enumerate(islice(_lines(path, file), after, None), start=after + 1):
+        for line_number, line in enumerate(_lines(path, file), start=1):
             try:
                 if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
                     yield line_number, parse(text)
@@ -90,12 +90,6 @@ def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedR
                         "Copy or download it again."
                     ) from reason
                 yield line_number, reason
-
-
-def count_lines(path: Path) -> int:
-    """The number of lines that are not blank."""
-    with open_file(path) as file:
-        return sum(not line.isspace() for line in _lines(path, file))
 
 
 def read_json(path: Path) -> NumberedRows:
@@ -162,11 +156,11 @@ def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
             raise UserError(f"{path}:{line_number}: {reason}. {advice}") from reason
 
 
-def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
+def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
     """The rows of a parquet file. Columns that are not used are not read."""
     import pyarrow.parquet
 
-    last = after
+    last = 0
     with open_file(path) as raw:
         try:
             file = pyarrow.parquet.ParquetFile(raw)
@@ -175,10 +169,8 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                 raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
             chosen = used(schema.names)
             columns = [name for name in schema.names if name in chosen]
-            groups, skip = _groups_after(file, after)
-            _check_groups(path, file.metadata, groups, columns)
-            for whole in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=groups):
-                batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
+            _check_groups(path, file.metadata, columns)
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 for row_number, row in number_rows(batch, str(path), last + 1, schema.names):
                     last = row_number
                     yield row_number, row
@@ -193,9 +185,9 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
             ) from error
 
 
-def _check_groups(path: Path, metadata: Any, groups: Iterable[int], columns: Iterable[str]) -> None:
+def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:
     """Refuse a group of rows that unpacks to more than text does, before a page of it is unpacked."""
-    for group in map(metadata.row_group, groups):
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
         parts = [group.column(index) for index in range(group.num_columns)]
         used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
         unpacked = sum(max(part.total_uncompressed_size, part.num_values) for part in used)
@@ -217,26 +209,6 @@ def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> N
             yield row_number, BadRow(str(reason))
         else:
             yield row_number, absent | numbered
-
-
-def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
-    """The groups of rows that are left after the first `after` rows, and how many rows of them to skip."""
-    for group in range(file.num_row_groups):
-        if after < (num_rows := file.metadata.row_group(group).num_rows):
-            return list(range(group, file.num_row_groups)), after
-        after -= num_rows
-    return [], 0
-
-
-def count_parquet(path: Path) -> int:
-    """The number of rows that the file says it has."""
-    import pyarrow.parquet
-
-    with open_file(path) as raw:
-        try:
-            return int(pyarrow.parquet.ParquetFile(raw).metadata.num_rows)
-        except Exception as error:  # of all kinds, see read_parquet
-            raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
 
 
 def _rows_of(batch: Any) -> Iterator[Row]:
@@ -280,23 +252,21 @@ class FileKind(NamedTuple):
 
     unit: str
     """The unit of a row's number: "line" or "row"."""
-    read: Callable[[Path, ChooseColumns, int], NumberedRows]
-    """Takes the path, the columns that are used, and a number of rows that may be skipped."""
-    count_rows: Callable[[Path], int] | None = None
-    """Counts its rows without reading them, where that is possible."""
+    read: Callable[[Path, ChooseColumns], NumberedRows]
+    """Takes the path and the columns that are used."""
 
 
-_JSON = FileKind("row", lambda path, used, after: read_json(path))
-_JSON_LINES = FileKind("line", lambda path, used, after: read_lines(path, after, _parse_line), count_lines)
-_TEXT = FileKind("line", lambda path, used, after: read_lines(path, after, lambda text: {"text": text}), count_lines)
+_JSON = FileKind("row", lambda path, used: read_json(path))
+_JSON_LINES = FileKind("line", lambda path, used: read_lines(path, _parse_line))
+_TEXT = FileKind("line", lambda path, used: read_lines(path, lambda text: {"text": text}))
 
 FILE_KINDS: dict[str, FileKind] = {
     ".json": _JSON,
     ".jsonl": _JSON_LINES,
-    ".csv": FileKind("line", lambda path, used, after: read_csv(path)),
-    ".tsv": FileKind("line", lambda path, used, after: read_csv(path)),
+    ".csv": FileKind("line", lambda path, used: read_csv(path)),
+    ".tsv": FileKind("line", lambda path, used: read_csv(path)),
     ".txt": _TEXT,
-    ".parquet": FileKind("row", read_parquet, count_parquet),
+    ".parquet": FileKind("row", read_parquet),
 }
 
 
@@ -331,16 +301,6 @@ def _is_lines(first: str = "", *others: str) -> bool | None:
     if not isinstance(value, dict) or not value:
         return None
     return not more and first.endswith("}") and (bool(others) or _held(value) is None)
-
-
-def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
-    """The rows whose numbers are above `after`. Raises UserError with the place if the file cannot be read."""
-    return ((row_number, row) for row_number, row in kind.read(path, used, after) if row_number > after)
-
-
-def count_rows(path: Path, kind: FileKind) -> int:
-    """The number of a file's rows, those that cannot be used included. Raises UserError."""
-    return kind.count_rows(path) if kind.count_rows is not None else sum(1 for _ in read_file(path, kind))
 
 
 def hash_file(path: Path) -> str:

@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import HfApi
-
 from fsdp_qlora.data.content import BadRow, Row
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.files import (
@@ -22,17 +20,15 @@ from fsdp_qlora.data.sources.files import (
     FILE_KINDS,
     ChooseColumns,
     NumberedRows,
-    count_rows,
     hash_file,
     kind_of,
     look_into,
     number_rows,
-    read_file,
 )
 from fsdp_qlora.data.sources.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, fingerprint_files, refuse_pipes
-from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, ask_hub, hub_reason, is_hub_name
+from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, refuse_pipes
+from fsdp_qlora.utils.hub import ask_hub, hub_reason, is_hub_name
 from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
@@ -51,8 +47,8 @@ class Part:
     name: str
     unit: str
     """The unit of a row's number, see SourceFile."""
-    read: Callable[[ChooseColumns, int], NumberedRows]
-    """The rows after a number."""
+    read: Callable[[ChooseColumns], NumberedRows]
+    """The rows, of the columns that are used."""
 
 
 class Entry(NamedTuple):
@@ -64,15 +60,14 @@ class Entry(NamedTuple):
     row: Row | BadRow
 
 
-def read_entries(
-    parts: Sequence[Part], used: ChooseColumns, *, part: int = 0, offset: int = 0, after: int = 0
-) -> Iterator[Entry]:
-    """Give the entries of the parts from number `part` on, of that one those after number `after`."""
-    for index in range(part, len(parts)):
-        for row_number, row in parts[index].read(used, after):
+def _read_entries(parts: Sequence[Part], used: ChooseColumns) -> Iterator[Entry]:
+    offset = 0
+    for index, part in enumerate(parts):
+        last = 0
+        for row_number, row in part.read(used):
             yield Entry(index, offset, row_number, row)
-            after = row_number
-        offset, after = offset + after, 0
+            last = row_number
+        offset += last
 
 
 @dataclass(frozen=True)
@@ -84,8 +79,6 @@ class Source:
     fingerprint: Callable[[], str]
     """A hash of the content as it is now."""
     parts: list[Part]
-    num_rows: Callable[[], int | None]
-    """The rows of an epoch; None if their number is unknown."""
     start: int = 0
     """The rows from this one on are used, up to `stop`."""
     stop: int | None = None
@@ -112,46 +105,33 @@ class Source:
         Raises:
             UserError: a file cannot be read at all; the message names the place.
         """
-        limited = islice(read_entries(self.parts, used), self.start, self.stop)
+        limited = islice(_read_entries(self.parts, used), self.start, self.stop)
         return limited if limit is None else islice(limited, limit)
 
-    def count(self) -> int:
-        """The rows of an epoch. Raises UserError if their number is unknown."""
-        if (num_rows := self.num_rows()) is None:
-            raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
-        return num_rows
 
-
-def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source:
+def find_source(dataset: str | DatasetName) -> Source:
     """Find a dataset by name or path.
 
     Args:
         dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of datasets.save_to_disk, or
             owner/name on the hub; with a configuration, split and slice, see `parse_name`.
-        streamed: whether it may be too large for memory or disk: then files are known by samples of their content, and
-            a dataset of the hub is read over the network.
     Raises:
         UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
     """
     wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
     name = wanted.name
-    if streamed and (wanted.start or wanted.stop is not None):
-        raise UserError(f"dataset: --streaming true reads all of {name}. Leave out the slice of its rows.")
-    if streamed and name == DUMMY:
-        raise UserError(f"dataset: --streaming true takes files, folders and owner/name on the hub, not {name!r}.")
     if "://" in name:
         raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
     if name == DEMO or (name not in DATASETS and _looks_local(name)):
         if wanted.config is not None:
             raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
-        source = local_source(_existing(name), wanted.split, streamed=streamed)
+        source = local_source(_existing(name), wanted.split)
     elif name in DATASETS:
         named = parse_name(DATASETS[name])
         split, start = (wanted.split, 0) if wanted.split else (named.split or "train", named.start)
         source = hub_source(named.name, config=wanted.config, split=split, shuffled=name in SHUFFLED).slice(start, None)
     elif is_hub_name(name):
-        find = hub_stream if streamed else hub_source
-        source = find(name, config=wanted.config, split=wanted.split or "train")
+        source = hub_source(name, config=wanted.config, split=wanted.split or "train")
     else:
         close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -168,18 +148,16 @@ def _existing(name: str) -> Path:
     return path
 
 
-def local_source(path: Path, split: str | None = None, *, streamed: bool = False) -> Source:
+def local_source(path: Path, split: str | None = None) -> Source:
     """A file, or the files of a folder that `find_files` finds."""
     if is_saved(path):
         return saved_source(path, split)
     files = {file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None}
     folder = path if path.is_dir() else path.parent
     parts = [
-        Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file, kind))
-        for file, kind in files.items()
+        Part(file.relative_to(folder).as_posix(), kind.unit, partial(kind.read, file)) for file, kind in files.items()
     ]
-    fingerprint = partial(fingerprint_files if streamed else partial(_hash_files, folder), files)
-    return Source(str(path), fingerprint, parts, lambda: sum(count_rows(*file) for file in files.items()))
+    return Source(str(path), partial(_hash_files, folder, files), parts)
 
 
 def _hash_files(folder: Path, files: Iterable[Path]) -> str:
@@ -210,7 +188,7 @@ def saved_source(path: Path, split: str | None) -> Source:
     except Exception as error:  # what it raises is not documented
         raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
     fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
-    return Source(str(path), fingerprint, [_table_part(table, str(path))], table.__len__)
+    return Source(str(path), fingerprint, [_table_part(table, str(path))])
 
 
 def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
@@ -250,51 +228,25 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
     if shuffled:
         table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
-    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)], table.__len__)
+    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)])
 
 
 def _table_part(table: Any, name: str) -> Part:
     """A table of `datasets`."""
 
-    def read(used: ChooseColumns, after: int) -> NumberedRows:
+    def read(used: ChooseColumns) -> NumberedRows:
         chosen = [column for column in table.column_names if column in used(table.column_names)]
-        left = table.select(range(after, len(table))).select_columns(chosen)
-        yield from number_tables(left, name, after + 1, table.column_names)
+        yield from number_tables(table.select_columns(chosen), name, table.column_names)
 
     return Part(name, "row", read)
 
 
-def number_tables(dataset: Any, name: str, first: int = 1, columns: Sequence[str] = ()) -> NumberedRows:
-    """The rows of a dataset of `datasets` from number `first` on, as its tables have them."""
+def number_tables(dataset: Any, name: str, columns: Sequence[str] = ()) -> NumberedRows:
+    """The rows of a dataset of `datasets`, as its tables have them."""
+    first = 1
     for table in dataset.with_format("arrow").iter(batch_size=BATCH_ROWS):
         yield from number_rows(table, name, first, columns)
         first += len(table)
-
-
-def hub_stream(name: str, *, config: str | None, split: str) -> Source:
-    """A split of a dataset on the hub, a part for each file: a run that is resumed asks for none of those before."""
-    import datasets
-
-    try:
-        commit = str(HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS).sha)
-        table = datasets.load_dataset(name, *([config] if config else []), split=split, streaming=True, revision=commit)
-    except Exception as error:  # what it raises is not documented
-        raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
-    splits = (table.info.splits or {}) if table.info else {}
-    num_rows = splits[split].num_examples if split in splits else None
-
-    def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
-        file = table.shard(table.num_shards, index)
-        try:
-            yield from number_tables(file.skip(after) if after else file, name, after + 1)
-        except UserError:
-            raise
-        except Exception as error:  # of the network, or of the files
-            # No UserError: the other ranks may not have it, and a restart may help.
-            raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
-
-    parts = [Part(f"{split} file {index + 1}", "row", partial(read, index)) for index in range(table.num_shards)]
-    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: num_rows)
 
 
 # Short names of datasets on the hub. guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under
