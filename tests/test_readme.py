@@ -39,7 +39,14 @@ OTHER_FLAGS = {
     *("base", "dtype", "model", "type", "llama_cpp", "modelfile"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate
-    *("enable-lora", "max-lora-rank", "max-model-len", "gpu-memory-utilization", "tensor-parallel-size"),  # vllm
+    *(
+        "enable-lora",
+        "max-logprobs",
+        "max-lora-rank",
+        "max-model-len",
+        "gpu-memory-utilization",
+        "tensor-parallel-size",
+    ),  # vllm
     *("served-model-name", "quantization", "logprobs-mode"),
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
@@ -108,8 +115,9 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
         stand_ins = {
             "model_name": mixture if "--lora_target_parameters" in argv else expanded if "expanded" in argv else tiny,
             "dataset": write_rows(tmp_path / "pairs.jsonl", pairs) if "--objective" in argv else rows,
-            **({"dataset": taught} if "distill" in argv else {}),
+            **({"dataset": taught} if {"distill", "distill_on_policy"} & {*argv} else {}),
             **({"teacher": tiny} if "--teacher" in argv else {}),
+            **({"max_completion_length": 32} if "distill_on_policy" in argv else {}),
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,

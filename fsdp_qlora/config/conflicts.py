@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TAUGHT, TEXTS
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked
 from fsdp_qlora.config.text import ALL, is_regex, pairs
 from fsdp_qlora.config.train_types import PACKAGES, QUANT_TYPES, TRAIN_TYPES
@@ -137,14 +137,15 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} has no --loss_type {c.loss_type}, but {', '.join(chosen.loss_types)}."
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
-    if c.objective == "distill" and c.objective_settings["beta"] > 1:
-        yield "--beta of --objective distill is between 0, KL(teacher || student), and 1, KL(student || teacher)."
-    if c.precompute_reference and (not c.has_reference or c.objective == "distill"):
+    if c.distills and c.objective_settings["beta"] > 1:
+        sides = "0, KL(teacher || student), and 1, KL(student || teacher)"
+        yield f"--beta of --objective {c.objective} is between {sides}."
+    if c.precompute_reference and (not c.has_reference or c.distills):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
-    if not c.teacher and (unused := _changed(c, "teacher_adapter", "top_k")) and c.objective == "distill":
+    if not c.teacher and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k")) and c.distills:
         yield f"{_flags(unused)}: these are for --teacher NAME."
     is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
-    if is_rated and chosen.row_kind in (TEXTS, PROMPTS, TAUGHT):
+    if is_rated and chosen.row_kind not in (PAIRS, LABELS):
         yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
@@ -158,19 +159,25 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--objective {c.objective} compares with the adapter that training starts from, which is kept once more "
             "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
         )
-    if c.objective == "distill" and (c.batching == "padded" or c.context_parallel_size != 1):
-        yield "--objective distill joins two texts to a row: leave out --batching padded and --context_parallel_size."
+    if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
+        joins = f"--objective {c.objective} joins two texts to a row"
+        yield f"{joins}: leave out --batching padded and --context_parallel_size."
     if c.learn == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."
 
 
 def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.row_kind != PROMPTS:
+    if not c.row_kind.is_sampled:
         return
-    if not c.rewards:
+    if not (c.rewards or c.distills):
         yield f"--objective {c.objective} needs --rewards: functions that score the completions, such as exact_match."
-    if c.rollout_url and not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", c.rollout_url):
-        yield f"--rollout_url is {c.rollout_url!r}; give one such as http://localhost:8000."
+    for name in _changed(c, "rollout_url", "teacher_url"):
+        if not re.fullmatch(r"https?://[^/\s@]+(/\S*)?", getattr(c, name)):
+            yield f"--{name} is {getattr(c, name)!r}; give one such as http://localhost:8000."
+    if c.teacher and not c.teacher_url:
+        yield f"--objective {c.objective}: another model teaches from a server: give --teacher_url, or no --teacher."
+    if c.teacher_url and c.temperature != 1:
+        yield "--teacher_url: servers give probabilities at temperature 1: leave out --temperature."
     if c.rollout_url and c.kind.adapter == "dora":
         yield f"--rollout_url: servers take LoRA adapters alone, and --train_type {c.train_type} trains DoRA."
     refused = _changed(c, "eval_dataset", "eval_fraction", "precompute_reference")

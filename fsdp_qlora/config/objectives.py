@@ -18,7 +18,8 @@ class RowKind(NamedTuple):
     """A kind of rows that objectives learn from.
 
     num_documents: texts of a row. num_learned: those of them that are learned from. described: in messages. objective:
-    one that learns from such rows.
+    one that learns from such rows. is_sampled: they are completions that the model gives during training. has_teacher:
+    the second document is the same answer to the teacher's prompt.
     """
 
     name: str
@@ -26,16 +27,18 @@ class RowKind(NamedTuple):
     num_learned: int
     described: str
     objective: str
+    is_sampled: bool = False
+    has_teacher: bool = False
 
 
 TEXTS = RowKind("texts", 1, 1, "texts", "sft")
 PAIRS = RowKind("pairs", 2, 2, "preferences (chosen and rejected)", "dpo")
 # The second document is another row's answer to the same prompt.
 LABELS = RowKind("labels", 2, 1, "answers with a label", "kto")
-# A step's rows are answers that the model has given.
-PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo")
-# The second document is the same answer to the teacher's prompt.
-TAUGHT = RowKind("taught", 2, 1, "texts with a teacher_prompt or a teacher_system", "distill")
+PROMPTS = RowKind("prompts", 1, 1, "prompts", "grpo", is_sampled=True)
+_PROMPT = "a teacher_prompt or a teacher_system"
+TAUGHT = RowKind("taught", 2, 1, f"texts with {_PROMPT}", "distill", has_teacher=True)
+ASKED = RowKind("asked", 2, 1, f"prompts with {_PROMPT}", "distill_on_policy", is_sampled=True, has_teacher=True)
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,7 @@ _OF_GRPO = (
 )  # fmt: skip
 _OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
 _OF_TEACHER = ("beta", "temperature", "sft_weight", "teacher", "teacher_adapter", "top_k")
+_OF_ONLINE_TEACHER = ("beta", "temperature", "teacher", "teacher_url", "top_k", "max_completion_length", "rollout_url")
 
 OBJECTIVES: dict[str, Objective] = {
     "sft": Objective(TEXTS),
@@ -241,4 +245,5 @@ OBJECTIVES: dict[str, Objective] = {
         token_loss=clipped_ratio,
     ),
     "distill": Objective(TAUGHT, has_reference=True, options=_OF_TEACHER, beta=0.0),
+    "distill_on_policy": Objective(ASKED, has_reference=True, options=_OF_ONLINE_TEACHER, beta=0.0),
 }

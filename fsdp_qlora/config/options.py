@@ -36,7 +36,7 @@ from fsdp_qlora.config.marks import (
     of_quantizer,
     one_of_names,
 )
-from fsdp_qlora.config.objectives import OBJECTIVES, TAUGHT, TEXTS, RowKind
+from fsdp_qlora.config.objectives import OBJECTIVES, PROMPTS, TEXTS, RowKind
 from fsdp_qlora.config.train_types import QUANT_TYPES, TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
@@ -133,8 +133,9 @@ class TrainConfig:
     objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
     """Training objective, named as in TRL: sft trains on texts; dpo, ipo, cpo, simpo and orpo on pairs of a chosen and
     a rejected answer; kto on answers with a label; grpo on the model's own completions of prompts, by their rewards;
-    distill on the probabilities of a teacher, another model or the frozen base with a prompt of its own. cpo, simpo and
-    orpo need no reference model; that of dpo, ipo and kto, and distill's base, run in the same forward pass."""
+    distill on the probabilities of a teacher, another model or the frozen base with a prompt of its own, and
+    distill_on_policy on these for the model's own completions. cpo, simpo and orpo need no reference model; that of
+    dpo, ipo and kto, and distill's base, run in the same forward pass."""
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
@@ -235,10 +236,13 @@ class TrainConfig:
     # == distillation ==
     teacher: str | None = None
     """Model that distill learns from, a name on the hub or a folder, with the same tokenizer. Before training it goes
-    over the rows, quantized as train_type says and sharded by the same plan. By default the frozen base, with the
-    prompts of the columns teacher_prompt and teacher_system."""
+    over the rows, quantized as train_type says and sharded by the same plan; that of distill_on_policy is on a server,
+    teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."""
     teacher_adapter: str | None = None
     """Folder of a PEFT adapter of the teacher."""
+    teacher_url: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    """Server that has the teacher of distill_on_policy, such as http://host:8000: vLLM, or another whose completions
+    API gives prompt_logprobs."""
     top_k: Annotated[int, at_least(1)] = 64
     """Likeliest tokens of the teacher to keep for each learned token; all others count as one. Each takes 6 bytes."""
 
@@ -249,7 +253,7 @@ class TrainConfig:
     num_generations: Annotated[int, at_least(2)] = 8
     """Completions per prompt, which are compared with each other."""
     max_completion_length: Annotated[int, at_least(1)] = 512
-    """Longest completion in tokens; longer ones are cut."""
+    """Longest completion in tokens in grpo and distill_on_policy; longer ones are cut."""
     temperature: Annotated[float, POSITIVE] = 1.0
     """Temperature of sampling, and of the probabilities that are trained; of distill that of student and teacher."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -372,7 +376,12 @@ class TrainConfig:
         """Whether the objective compares with the model that training starts from."""
         if not OBJECTIVES[self.objective].has_reference or self.teacher:
             return False
-        return self.objective == "distill" or self.objective_settings["beta"] > 0
+        return self.distills or self.objective_settings["beta"] > 0
+
+    @property
+    def distills(self) -> bool:
+        """Whether the objective learns from a teacher."""
+        return "teacher" in OBJECTIVES[self.objective].options
 
     @property
     def objective_settings(self) -> dict[str, Any]:
@@ -414,7 +423,7 @@ class TrainConfig:
         """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
-        return 1e-5 if self.kind.trains == "all" or self.row_kind not in (TEXTS, TAUGHT) else 2e-4
+        return 1e-5 if self.kind.trains == "all" or not (self.objective == "sft" or self.distills) else 2e-4
 
     @property
     def longest_row(self) -> int:
@@ -424,7 +433,18 @@ class TrainConfig:
     @property
     def row_kind(self) -> RowKind:
         """The kind of rows that the objective learns from."""
-        return TEXTS if self.teacher else OBJECTIVES[self.objective].row_kind
+        own = OBJECTIVES[self.objective].row_kind
+        return own if not self.teacher else PROMPTS if own.is_sampled else TEXTS
+
+    @property
+    def teaches_itself(self) -> bool:
+        """Whether the base, with a prompt of its own, is the teacher."""
+        return self.row_kind.has_teacher
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Completions of a prompt in a step."""
+        return self.num_generations if self.rewards else 1
 
     def pick(self, cls: type[Group], *, prefix: str = "", **others: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

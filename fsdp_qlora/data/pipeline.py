@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.config.objectives import LABELS, PAIRS, PROMPTS, TAUGHT, TEXTS, RowKind
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, RowKind
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import through_cache, tokenizer_identity
 from fsdp_qlora.data.batches.rows import (
@@ -76,12 +76,12 @@ class TextOptions:
     @property
     def makes_rows(self) -> bool:
         """Whether a run's rows are completions of the dataset's, which are prompts."""
-        return self.row_kind == PROMPTS
+        return self.row_kind.is_sampled
 
     @property
     def has_teacher(self) -> bool:
         """Whether rows have columns of what a teacher sees."""
-        return self.row_kind == TAUGHT
+        return self.row_kind.has_teacher
 
     @property
     def requested_format(self) -> str:
@@ -116,7 +116,8 @@ class Prompt:
     """A row of a run that learns from its own completions.
 
     row_number: in the dataset. ids: the tokens before a completion. content: text or messages, as reward functions get
-    it. columns: all others. answer: the right one, where it is in no column of its own.
+    it. columns: all others. answer: the right one, where it is in no column of its own. teacher_ids: the tokens before
+    a completion that a teacher sees, if they are others.
     """
 
     row_number: int
@@ -124,6 +125,7 @@ class Prompt:
     content: Any
     columns: Row
     answer: object = None
+    teacher_ids: list[int] | None = None
 
     @property
     def for_rewards(self) -> Row:
@@ -278,14 +280,18 @@ class DatasetPipeline:
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if is_first:
             self.requested.check(list(self._columns), origin)
-        renderers: dict[str, Renderer] = {}
+        renderers, text = dict[str, Renderer](), self.options.text
+        may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
-        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, Rendered, object]:
+        def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, list[Rendered], object]:
             name, content, said = self.requested.prompt(row)
             if name not in renderers:
                 of_format = FORMATS[name].template
                 renderers[name] = Renderer(self.tokenizer, self.template, "assistant", of_format, self.workers)
-            return name, content, renderers[name].prompt(content, worker), _right_answer(row, said)
+            contents = [content]
+            if text.has_teacher or (may_be_taught and any(map(row.get, preferences.TEACHERS))):
+                contents.append(self.requested.prompt(row, for_teacher=True)[1])
+            return name, content, [renderers[name].prompt(each, worker) for each in contents], _right_answer(row, said)
 
         kept, lengths = list[Prompt](), list[int]()
         prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
@@ -293,18 +299,18 @@ class DatasetPipeline:
             if isinstance(prompt, BadRow):
                 report.reject(row_number, str(prompt))
                 continue
-            name, content, rendered, right = prompt
+            name, content, (rendered, *others), right = prompt
             report.dataset_format = report.dataset_format or name
             report.is_chat |= rendered.kind == "chat"
             report.is_filled |= rendered.kind == "template"
-            ids = tokenization.encode_prompt(rendered, self.tokenizer)
-            lengths.append(len(ids) + self.options.text.max_completion_length)
+            ids, *of_teacher = (tokenization.encode_prompt(each, self.tokenizer) for each in (rendered, *others))
+            lengths.append(max(map(len, (ids, *of_teacher))) + text.max_completion_length)
             if not ids:
                 report.reject(row_number, "the prompt has no tokens")
             elif lengths[-1] > self.options.longest_row:
                 report.reject(row_number, NO_ROOM)
             else:
-                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row), right))
+                kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row), right, *of_teacher))
         self.prompts += kept
         prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.row_number for prompt in kept]
         return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths

@@ -194,7 +194,9 @@ def _answers(path: Path) -> list[dict[str, Any]]:
         lines += file.readlines()[-1:]
         rows = [json.loads(line) for line in dict.fromkeys(lines) if line]
         prompts = [row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"] for row in rows]
-        texts = [f"{row['completion'][:_MOST_CHARACTERS]}\n\nreward {row['reward']}" for row in rows]
+        texts = [row["completion"][:_MOST_CHARACTERS] for row in rows]
+        rewards = ["" if row["reward"] is None else f"\n\nreward {row['reward']}" for row in rows]
+        texts = [text + reward for text, reward in zip(texts, rewards, strict=True)]
         shown = (prompt[:_MOST_CHARACTERS] for prompt in prompts)
         return [{"step": row["step"], "prompt": p, "text": t} for row, p, t in zip(rows, shown, texts, strict=True)]
     return []

@@ -98,13 +98,13 @@ def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[st
 def _generation_lines(run: PlannedRun) -> list[str]:
     """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
     config, request = run.config, run.request
-    if not config.rewards or config.rollout_url:
+    if not config.row_kind.is_sampled or config.rollout_url:
         return []
     answers = run.rows * request.num_gpus
     free = int(request.bytes) - sum(run.report.beside_torch.values())
     longest, most_new = config.longest_row, config.max_completion_length
     generation = plan_generation(run.placed, answers, longest, most_new, free, request.gpu)
-    line = generation.describe(answers // config.num_generations, config.num_generations, 0)
+    line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
 
 

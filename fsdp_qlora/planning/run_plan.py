@@ -41,7 +41,7 @@ from fsdp_qlora.observability.metric_log import refuse_sinks
 from fsdp_qlora.planning.gpus import Gpu, gpu_of
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.placement import PlacedModel, least_free, place
-from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model
+from fsdp_qlora.planning.plan import Machine, ModelPlan, log_plan, plan_model, read_model
 from fsdp_qlora.planning.run_rows import Generation, RunRows, make_schedule, plan_generation
 from fsdp_qlora.planning.search import PlanReport, choose_settings
 from fsdp_qlora.planning.speed import size_of, tokens_per_second
@@ -157,8 +157,8 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
 
 def plan_teacher(
     config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
-) -> PlacedModel:
-    """Plan the teacher as a model of its own, for the same rows, and log it.
+) -> PlacedModel | None:
+    """Plan the teacher as a model of its own, for the same rows, and log it; None for one on a server.
 
     Raises:
         UserError: it cannot be planned, has another tokenizer, or rows have images.
@@ -167,11 +167,14 @@ def plan_teacher(
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
     own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
-    plan = plan_model(own, student.machine, store)
-    if not student.tokenizer.get_vocab().items() <= plan.tokenizer.get_vocab().items():
+    plan = None if config.teacher_url else plan_model(own, student.machine, store)
+    tokenizer = plan.tokenizer if plan else read_model(own)[2]
+    if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():
         raise UserError(
             f"--teacher {config.teacher} has another tokenizer than {config.model_name}: tokens have other ids or none."
         )
+    if not plan:
+        return None
     teacher = place(own, plan, longest, store)
     count, size = int(data.train.num_targets.sum()), bytes_per_token(config.top_k)
     log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))

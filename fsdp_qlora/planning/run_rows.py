@@ -56,7 +56,7 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
         batching="padded" if data.have_images else config.batching,
         mixture=data.mixture,
         context_length=config.longest_row * config.row_kind.num_documents,
-        num_generations=config.num_generations if is_answered else 1,
+        num_generations=config.answers_per_prompt if is_answered else 1,
         num_iterations=config.num_iterations if is_answered else 1,
     )
     return _of_answers(schedule) if is_answered else schedule

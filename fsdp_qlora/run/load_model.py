@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import PAIRS, TAUGHT, LossSettings
+from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.micro_batch import Collator
@@ -53,7 +53,7 @@ from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_lo
 from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
-from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine
+from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine, ServerTeacher
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
@@ -201,7 +201,7 @@ def build_forward(
         context_size=context.size,
         sharing_ranks=sharing_ranks(model),
         shares_prompts=config.row_kind == PAIRS and not schedule.padding and shares_prompts(plan, probed),
-        has_teacher=config.row_kind == TAUGHT,
+        has_teacher=config.teaches_itself,
         of_targets=of_targets,
         image_processor=plan.data.image_processor,
         model_arguments=inspect.signature(type(model).forward).parameters,
@@ -241,9 +241,10 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
 def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
     reason, apart = probe_packing(probed), ", ".join(layers_apart(probed.model))
-    if config.row_kind == TAUGHT and (reason or apart):
+    if config.teaches_itself and (reason or apart):
         raise UserError(
-            f"--objective distill: a teacher's tokens cannot follow the student's in this model: {reason or apart}."
+            f"--objective {config.objective}: in this model a teacher's tokens cannot follow the student's: "
+            f"{reason or apart}."
         )
     if reason is None:
         if apart:
@@ -276,7 +277,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
         return plan.data.source
     assert plan.scorer is not None
     stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
-    looks_back = config.num_iterations > 1 or config.rollout_url
+    looks_back, told = config.num_iterations > 1 or config.rollout_url, trainer.collator.of_targets
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
@@ -288,6 +289,7 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
         logprobs=partial(token_logprobs, trainer.forward) if looks_back else None,
         scale_rewards=config.scale_rewards,
         next_check=0 if config.rollout_url else None,
+        teacher=told if isinstance(told, ServerTeacher) else None,
     )
 
 

@@ -147,6 +147,8 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
                 check_uploads(config)
                 if config.rollout_url and not is_finished(folder.path):
                     check_server(config.rollout_url, (config.model_name, config.base_name))
+                if config.teacher_url and not is_finished(folder.path):
+                    check_server(config.teacher_url, [config.teacher], "teacher_url")
             plan = make_plan(config, ranks, store)
             config = dataclasses.replace(config, **plan.chosen)
             folder.check_contents(known_facts(plan), plan.model.folder)
@@ -186,7 +188,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
-        of_targets = taught_by_teacher(config, plan, ranks, guard.control) if plan.teacher else None
+        of_targets = taught_by_teacher(config, plan, ranks, guard.control)
         mesh = load_model(config, plan.placed, weights, ranks)
         release_cached_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control, of_targets)  # tries a few tokens

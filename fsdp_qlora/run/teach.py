@@ -1,4 +1,4 @@
-"""A teacher's pass over the rows, before the student is loaded: its likeliest tokens go to files."""
+"""A teacher's pass over the rows, before the student is loaded: its likeliest tokens go to files. Or its server."""
 
 import dataclasses
 import gc
@@ -20,18 +20,24 @@ from fsdp_qlora.planning.run_plan import Plan, teacher_config
 from fsdp_qlora.run.load_model import build_forward, load_model, open_weights
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
+from fsdp_qlora.training.rl.engine import Server, ServerTeacher
 from fsdp_qlora.utils.files import fingerprint_files, record_of
 
 log = logging.getLogger("fsdp_qlora")
 
 
-def taught_by_teacher(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> OfTargets:
-    """The teacher's likeliest tokens, read or computed. Called on every rank, with the teacher's files here.
+def taught_by_teacher(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> OfTargets | None:
+    """The teacher's likeliest tokens, read or computed, or told by its server; None if no other model teaches.
 
-    Nothing of the teacher is left in memory.
+    Called on every rank, with the teacher's files here. Nothing of the teacher is left in memory.
     """
     own, vocabulary = teacher_config(config), plan.model.meta.model.get_input_embeddings().num_embeddings
     wanted = Likeliest(min(config.top_k, vocabulary), vocabulary)
+    if config.teacher_url:
+        server = Server(config.teacher_url, [config.teacher], config.hang_seconds)
+        return ServerTeacher(server, *wanted, ranks, control)
+    if not plan.teacher:
+        return None
     [key, *_] = all_gather_strings(_key(own, plan, vocabulary) if ranks.is_rank_0 else "", ranks.device)
     tables = {table.digest: TaughtRows(table, key, wanted.k) for table in (plan.data.train, plan.data.evaluation)}
     missing = [(taught, number) for taught in tables.values() for number in _missing(taught, ranks)]

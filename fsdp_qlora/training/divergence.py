@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fsdp_qlora.sharding.vocabulary import SharedHead
 
-# The least probability of the outcome "any other token", whose logarithm is taken.
-_LEAST = 1e-30
+LEAST = 1e-30  # the least probability of an outcome, whose logarithm is taken
+LEAST_LOGP = math.log(LEAST)
 
 
 class WholeVocabulary:
@@ -120,10 +120,10 @@ def from_likeliest(
     others = logits.sub_(vocabulary.largest(logits.amax(dim=1, keepdim=True))).exp_()
     outcomes, places, is_here = _outcomes(others, ids, vocabulary)
     total = outcomes.sum(dim=1, keepdim=True)
-    student = (outcomes / total).clamp_min_(_LEAST).log_()
+    student = (outcomes / total).clamp_min_(LEAST).log_()
     values, slopes = divergence_terms(student, logps.float().log_softmax(dim=1), beta)
     gradients = slopes - student.exp() * slopes.sum(dim=1, keepdim=True)
-    others.mul_(gradients[:, -1:] / outcomes[:, -1:].clamp_min(_LEAST))
+    others.mul_(gradients[:, -1:] / outcomes[:, -1:].clamp_min(LEAST))
     gradient = others.scatter_add_(1, places, gradients[:, :-1] * is_here)
     return values.sum(dim=1), (outcomes[:, 0] == 1).float(), gradient
 
@@ -160,5 +160,5 @@ def likeliest(logits: Tensor, wanted: Likeliest, vocabulary: Vocabulary) -> Tens
     values, best = values.topk(k, dim=1)
     ids = ids.gather(1, best)
     outcomes, *_ = _outcomes(logits.sub_(values[:, :1]).exp_(), ids.long(), vocabulary)
-    logps = (outcomes / outcomes.sum(dim=1, keepdim=True)).clamp_min_(_LEAST).log_()
+    logps = (outcomes / outcomes.sum(dim=1, keepdim=True)).clamp_min_(LEAST).log_()
     return torch.cat([ids, logps], dim=1)

@@ -223,7 +223,8 @@ class Distillation(TokenMean):
 
 # By the name of the kind of rows, see config/objectives.py.
 KINDS: dict[str, type[TokenMean]] = {
-    **{"texts": TokenMean, "pairs": Pairs, "labels": Labels, "prompts": Policy, "taught": Distillation}
+    **{"texts": TokenMean, "pairs": Pairs, "labels": Labels, "prompts": Policy},
+    **{"taught": Distillation, "asked": Distillation},
 }
 
 

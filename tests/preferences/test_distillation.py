@@ -1,13 +1,14 @@
 """Distillation against a plain loop of PEFT with losses in float64: from a teacher beside the student, and offline."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.tiny import ROOT, all_slow_but, flags, make_rows, run_ranks, train_ok
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
-STEPS, LR, RANK = 5, 0.5, 4
+STEPS, LR, RANK, NEVER = 5, 0.5, 4, math.log(1e-30)
 # name -> (ranks, options)
 SELF: dict[str, tuple[int, dict[str, Any]]] = {
     "forward": (1, {"beta": 0.0, "batch_size": 8}),
@@ -49,27 +50,32 @@ def learned_logits(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch
     return model(input_ids=ids, use_cache=False).logits[0, :-1][labels[0, 1:] != -100].double()
 
 
-def distill_plainly(
-    folder: Path, student: Encoded, teachers: list[torch.Tensor], *, k: int = 0, **options: Any
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Full-batch steps of SGD: losses, gradient norms and the adapter. teachers: logits of each row's answer."""
+Plain = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def taught(logits: torch.Tensor, temperature: float = 1.0, k: int = 0) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What a teacher says of tokens: ids, if only the likeliest are told, and log-probabilities, as they are stored."""
+    logps = (logits / temperature).log_softmax(-1)
+    best = logps.topk(k).indices if k else None
+    return best, logps if best is None else grouped(logps, best).half().double().log_softmax(-1)
+
+
+def distill_plainly(folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **options: Any) -> Plain:
+    """Full-batch steps of SGD: losses, gradient norms and the adapter. steps: rows, and what is `taught` of each."""
     torch.manual_seed(0)
     model = peft_model(load_base(folder, four_bit=False), r=RANK, lora_alpha=8).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items():
         parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42))
     optimizer, losses, norms = torch.optim.SGD(trained.values(), lr=LR), [], []
-    temperature, count = options.get("temperature", 1.0), sum(map(len, teachers))
-    for _ in range(STEPS):
-        total = torch.zeros((), dtype=torch.float64)
-        for (ids, labels), logits in zip(student, teachers, strict=True):
+    for student, teachers in steps:
+        total, count = torch.zeros((), dtype=torch.float64), sum(len(each) for _, each in teachers)
+        for (ids, labels), (best, expected) in zip(student, teachers, strict=True):
             own = learned_logits(model, ids, labels)
-            logps, taught = ((each / temperature).log_softmax(-1) for each in (own, logits))
-            if k:
-                best = taught.topk(k).indices
-                # As it is stored: in 16 bits, and normalized again.
-                logps, taught = grouped(logps, best), grouped(taught, best).half().double().log_softmax(-1)
-            total = total + divergence(logps, taught, options["beta"]).sum()
+            logps = (own / options.get("temperature", 1.0)).log_softmax(-1)
+            # A token behind the vocabulary is one that the teacher alone knows.
+            logps = logps if best is None else grouped(F.pad(logps, (0, 1), value=NEVER), best)
+            total = total + divergence(logps, expected, options["beta"]).sum()
             targets = labels[0, 1:][labels[0, 1:] != -100]
             total = total + options.get("sft_weight", 0.0) * F.cross_entropy(own, targets, reduction="sum")
         norms.append(step_plainly(optimizer, total / count))
@@ -89,7 +95,7 @@ def records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_same(output: Path, expected: tuple[list[float], list[float], dict[str, torch.Tensor]]) -> None:
+def check_same(output: Path, expected: Plain) -> None:
     losses, norms, adapter = expected
     steps = [record for record in records(output) if "grad_norm" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
@@ -105,8 +111,9 @@ def test_five_steps_from_its_own_base_match_a_plain_loop(case: str, models: Mode
     model, rows, (ranks, options) = models("llama"), taught_rows(8), SELF[case]
     base = load_base(model, four_bit=False)
     with torch.no_grad():
-        teachers = [learned_logits(base, *encoded) for encoded in encode(model, of_teacher(rows))]
-    expected = distill_plainly(model, encode(model, rows), teachers, **options)
+        logits = [learned_logits(base, *encoded) for encoded in encode(model, of_teacher(rows))]
+    teachers = [taught(each, options.get("temperature", 1.0)) for each in logits]
+    expected = distill_plainly(model, [(encode(model, rows), teachers)] * STEPS, **options)
     file = write_rows(tmp_path / "rows.jsonl", rows)
     train_ok(ranks, tmp_path / "out", **run_options(model, file, **options))
     check_same(tmp_path / "out", expected)
@@ -177,8 +184,9 @@ def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: 
     rows, (ranks, options) = make_rows(8), OFFLINE[case]
     base = load_base(teacher, four_bit=False)
     with torch.no_grad():
-        teachers = [learned_logits(base, *encoded)[:, :320] for encoded in encode(model, rows)]
-    expected = distill_plainly(model, encode(model, rows), teachers, k=K, **options)
+        logits = [learned_logits(base, *encoded)[:, :320] for encoded in encode(model, rows)]
+    teachers = [taught(each, options.get("temperature", 1.0), K) for each in logits]
+    expected = distill_plainly(model, [(encode(model, rows), teachers)] * STEPS, **options)
     file = write_rows(tmp_path / "rows.jsonl", rows)
     run = run_options(model, file, teacher=teacher, top_k=K, **options)
     assert f"{6 * K + 2} bytes each" in train_ok(ranks, tmp_path / "out", **run)

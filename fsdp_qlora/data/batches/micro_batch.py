@@ -322,9 +322,8 @@ class Collator:
         size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
         whole = {data_rank: self._sequences(rows[data_rank], table) for data_rank in {rank // size for rank in ranks}}
         if self.of_targets:
-            own_rows = rows[self.data_rank]
-            taught = dataclasses.replace(whole[self.data_rank], answers=self.of_targets(table, own_rows))
-            whole[self.data_rank] = taught
+            batch, told = whole[self.data_rank], self.of_targets(table, rows[self.data_rank])
+            whole[self.data_rank] = dataclasses.replace(batch, answers={**batch.answers, **told})
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
         own, sharing = batches[self.rank], [batches[rank] for rank in self.sharing_ranks]
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
@@ -335,7 +334,7 @@ class Collator:
         if self.schedule.padding:
             return pad_rows(table, rows, pad_token_id=self.pad_token_id)
         concatenated = partial(concatenate_rows, pad_token_id=self.pad_token_id)
-        if self.has_teacher:
+        if self.has_teacher and len(table.splits):
             return with_teacher(concatenated(table, rows), concatenated(table.as_documents, 2 * rows + 1))
         return concatenated(table, rows, shares_prompts=self.shares_prompts, num_parts=self.context_size)
 

@@ -63,7 +63,12 @@ def read_pair(row: Row) -> PreferenceRow:
 
 
 def read_taught(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceRow:
-    """A row as the student sees it, and with the teacher's prompt and system prompt. Raises BadRow.
+    """A row as the student sees it, and `for_teacher`. Raises BadRow."""
+    return PreferenceRow([read(row), read(for_teacher(row, asked))], [True, True])
+
+
+def for_teacher(row: Row, asked: str) -> Row:
+    """A row with the teacher's prompt and system prompt. Raises BadRow.
 
     Args:
         asked: the column of the prompt, or of the turns, of whose last question the teacher's takes the place.
@@ -82,7 +87,7 @@ def read_taught(row: Row, asked: str, read: Callable[[Row], Any]) -> PreferenceR
         other[asked] = list(itertools.compress(said, is_kept))
     elif prompt:
         other[asked] = prompt
-    return PreferenceRow([read(row), read(other)], [True, True])
+    return other
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:

@@ -116,7 +116,7 @@ class RequestedFormat(NamedTuple):
                 f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
             )
 
-    def prompt(self, row: Row) -> tuple[str, PromptContent, str | None]:
+    def prompt(self, row: Row, *, for_teacher: bool = False) -> tuple[str, PromptContent, str | None]:
         """The format of a row that may lack an answer, its prompt, and the answer of a chat that has one: by the first
         format that its filled columns fit.
 
@@ -131,7 +131,11 @@ class RequestedFormat(NamedTuple):
             named = {names[column]: row[column] for column in columns if column in names}
             if (recognizes := FORMATS[name].recognizes) is None or self.name == name or recognizes(named):
                 beside = [column for column in self._watched(columns) if column not in {*names, *_NOT_ASKED}]
-                return name, *FORMATS[name].prompt(Reading(name, names, beside).named(row))
+                read: Row = Reading(name, names, beside).named(row)
+                if for_teacher:
+                    taught = {column: row.get(column) for column in preferences.TEACHERS}
+                    read = preferences.for_teacher({**read, **taught}, FORMATS[name].asks[0])
+                return name, *FORMATS[name].prompt(read)
         prompt_columns = dict.fromkeys(column for row_format in FORMATS.values() for column in row_format.asks[-1:])
         raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
 

@@ -10,11 +10,13 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +25,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 
+from fsdp_qlora.data.batches.rows import TokenizedRows
+from fsdp_qlora.data.batches.taught import target_numbers
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
 from fsdp_qlora.training.generation.generate import (
     Completion,
     SamplingOptions,
@@ -211,6 +217,24 @@ class Server:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
+    def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
+        """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as that does."""
+        places, answers = range(count), dict[int, T]()
+
+        def some(first: int) -> None:
+            for place in places[first::_IN_FLIGHT]:
+                answers[place] = self.patiently(partial(ask, place))
+
+        left, seconds = {begun(partial(some, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS
+        while left:
+            done, left = wait(left, seconds, FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if left:
+                log.info("The server has given %d of %d answers.", len(answers), len(places))
+                seconds *= 2
+        return [answers[place] for place in places]
+
     def _note(self, reason: str, limit: float = 0.0) -> None:
         """Say why the server does not answer, or, without a reason, that it answers again."""
         with self._noting:
@@ -264,14 +288,16 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def check_server(url: str, bases: Sequence[str | None]) -> None:
-    """For rank 0: raise RankError if the server does not answer, has another base or takes no adapters at run time."""
+def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
+    """For rank 0: raise RankError if the server does not answer, has another base or, for rollouts, takes no adapters
+    at run time."""
     server = Server(url, bases, _START_SECONDS)
     try:
         server.patiently(server.names)
-        server.ask("/v1/load_lora_adapter", {})
+        if option == "rollout_url":
+            server.ask("/v1/load_lora_adapter", {})
     except RolloutError as error:
-        raise RankError(f"--rollout_url: {error}") from error
+        raise RankError(f"--{option}: {error}") from error
     except RequestFailed as error:
         if error.status in (404, 405, 501):  # others find the request wrong, as it is
             raise RankError(
@@ -315,23 +341,12 @@ class ServerEngine:
         name = f"{folder.name}-{record_of(folder / WEIGHTS).sha256[:12]}"
         load = partial(self.server.load, name, folder)
         self.server.patiently(load)
-        places, answers = range(len(prompts)), dict[int, Completion]()
 
-        def answer(first: int) -> None:
-            for place in places[first::_IN_FLIGHT]:
-                seed = derive_seed("rollouts", self.options.seed, generation, place)
-                request = self._request(name, prompts[place], seed)
-                answers[place] = self.server.patiently(partial(self._answer, request, load))
+        def answer(place: int) -> Completion:
+            seed = derive_seed("rollouts", self.options.seed, generation, place)
+            return self._answer(self._request(name, prompts[place], seed), load)
 
-        left, seconds = {begun(partial(answer, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS
-        while left:
-            done, left = wait(left, seconds, FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            if left:
-                log.info("The server has given %d of %d answers.", len(answers), len(places))
-                seconds *= 2
-        return json.dumps([answers[place] for place in places])
+        return json.dumps(self.server.all_answers(len(prompts), answer))
 
     def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
         return {
@@ -388,3 +403,66 @@ class ServerEngine:
         if are_numbers != [True] * len(tokens):
             return "gives no log-probability of each token, by which tokens are weighed"
         return None
+
+
+@dataclass(eq=False)
+class ServerTeacher:
+    """Has a server give the k likeliest tokens of a teacher for each token, of the student's vocabulary."""
+
+    server: Server
+    k: int
+    vocab_size: int
+    ranks: Ranks
+    control: Control
+
+    def __post_init__(self) -> None:
+        self._told = torch.zeros(1, 2 * self.k + 1)  # of the last completions' tokens, as `divergence.likeliest`
+
+    def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """As `TaughtRows.of_targets`. table: of the completions that were asked about last."""
+        ids, logps = self._told[target_numbers(table, rows)["table_indices"]].tensor_split([self.k], dim=1)
+        return {"teacher_ids": ids.long(), "teacher_logps": logps}
+
+    def ask(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], version: int) -> None:
+        """Ask about the tokens of completions. Called on every rank, with all of them.
+
+        Raises:
+            RunStopped: on every rank. RolloutError: the server fails; the same on every rank.
+        """
+
+        def ask() -> str:
+            name = self.server.patiently(self.server.names)[0]
+            pairs = list(zip(prompts, completions, strict=True))
+            found = self.server.all_answers(len(pairs), lambda place: self._answer(name, *pairs[place]))
+            return b64encode(np.concatenate(found).tobytes()).decode()
+
+        try:
+            content = b64decode(run_on_rank_0(ask, self.control, self.ranks, version))
+        except (RolloutError, RunStopped):
+            self.server.is_closed = True
+            raise
+        self._told = torch.frombuffer(bytearray(content), dtype=torch.float32).view(-1, 2 * self.k + 1)
+
+    def _answer(self, name: str, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
+        """Ask about one completion. Raises RequestFailed, or RolloutError if it cannot be learned from."""
+        ids = [*prompt, *completion]
+        request = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.k}
+        content = self.server.ask("/v1/completions", request, _MOST_BYTES + _BYTES_PER_TOKEN * (self.k + 1) * len(ids))
+        try:
+            found = json.loads(content)["choices"][0]["prompt_logprobs"]
+            if len(found) != len(ids):
+                raise ValueError(f"{len(found)} for {len(ids)} tokens")
+            return np.array([self._of_token(of_token) for of_token in found[len(prompt) :]], np.float32)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise RolloutError(
+                f"The server {self.server.url} gives no prompt_logprobs that can be read: {error!r:.200}."
+            ) from error
+
+    def _of_token(self, found: Mapping[str, Mapping[str, float]]) -> list[float]:
+        """Ids, log-probabilities and that of all others, of a token's answer, which may name more tokens than asked."""
+        named = sorted((-max(float(of["logprob"]), LEAST_LOGP), int(token)) for token, of in found.items())
+        known = [(token, -negative) for negative, token in named[: self.k] if token < self.vocab_size]
+        others = 1 - math.fsum(math.exp(logp) for _, logp in known)
+        # A teacher with more tokens may name too few of the student's. A token that nobody has counts nothing.
+        known += [(-1, LEAST_LOGP)] * (self.k - len(known))
+        return [*(token for token, _ in known), *(logp for _, logp in known), math.log(max(others, LEAST))]

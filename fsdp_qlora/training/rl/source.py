@@ -34,7 +34,7 @@ from fsdp_qlora.distributed.process_group import (
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.training.generation.generate import Completion
-from fsdp_qlora.training.rl.engine import Engine, run_on_rank_0
+from fsdp_qlora.training.rl.engine import Engine, ServerTeacher, run_on_rank_0
 from fsdp_qlora.training.rl.rewards import Scorer
 from fsdp_qlora.utils.errors import RolloutError, TrainingError
 from fsdp_qlora.utils.files import open_named
@@ -49,7 +49,8 @@ class Rollout:
 
     step: the first that learns from it, from 1. version: optimizer steps of the weights that made it. row: the number
     of its prompt in the dataset. prompt: text or messages. rewards: by function; reward: their sum, None where no
-    function applies. old_logps: of the tokens under these weights, where they are used.
+    function applies. old_logps: of the tokens under these weights, where they are used. teacher_prompt_ids: that a
+    teacher sees, if they are others.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Rollout:
     advantage: float
     prompt_ids: list[int]
     old_logps: list[float] | None = None
+    teacher_prompt_ids: list[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         made = self.completion
@@ -70,15 +72,17 @@ class Rollout:
         record |= {"completion": self.text, "finish": made.finish}
         record |= {name: getattr(self, name) for name in ("reward", "rewards", "advantage", "prompt_ids")}
         record["token_ids"] = made.token_ids
-        logps = {"sampled_logps": made.logps, "old_logps": self.old_logps}
-        return record | {name: values for name, values in logps.items() if values is not None}
+        others: dict[str, Any] = {"sampled_logps": made.logps, "old_logps": self.old_logps}
+        others |= {"teacher_prompt_ids": self.teacher_prompt_ids}
+        return record | {name: values for name, values in others.items() if values is not None}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
         made = Completion(record["token_ids"], record["finish"] == "stop", record.get("sampled_logps"))
         values = {name: record[name] for name in ("step", "version", "row", "prompt", "reward", "rewards", "advantage")}
         texts = {"text": record["completion"], "prompt_ids": record["prompt_ids"]}
-        return cls(**values, **texts, completion=made, old_logps=record.get("old_logps"))
+        others: dict[str, Any] = {name: record.get(name) for name in ("old_logps", "teacher_prompt_ids")}
+        return cls(**values, **texts, **others, completion=made)
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -157,6 +161,21 @@ def _of_tokens(prompts: Sequence[Sequence[int]], values: Sequence[Any]) -> np.nd
     return np.concatenate([np.pad(np.array(own, np.float32), (len(prompt), 0)) for prompt, own in pairs])
 
 
+def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> TokenizedRows:
+    """The rows of a step that learns from a teacher: a server, or the model itself, with each completion once more."""
+    asked = [(rollout.prompt_ids, rollout.teacher_prompt_ids or rollout.prompt_ids) for rollout in rollouts]
+    made = [rollout.completion.token_ids for rollout in rollouts]
+    if teacher:
+        teacher.ask([seen for _, seen in asked], made, rollouts[0].version)
+        return table_of(rollouts)
+    rows = [rollout.row for rollout in rollouts]
+    sides = join_completions([*chain(*asked)], [ids for ids in made for _ in range(2)], np.repeat(rows, 2))
+    splits, desired = np.diff(sides.offsets)[::2], np.ones(len(rows), np.bool_)
+    return dataclasses.replace(
+        sides, offsets=sides.offsets[::2], row_numbers=sides.row_numbers[::2], splits=splits, desired=desired
+    )
+
+
 _LEAST_SPREAD = 1e-4  # is added to a standard deviation that divides, as TRL does
 
 
@@ -166,7 +185,8 @@ class Rollouts:
 
     text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights that answered; None
     where those of the step itself are as good. scale_rewards: as the option. next_check: the first step that may find
-    whether a server uses the adapter; None if it is known.
+    whether a server uses the adapter; None if it is known. teacher: on a server. Without rewards a teacher's
+    probabilities are learned.
     """
 
     data: RunData
@@ -179,6 +199,7 @@ class Rollouts:
     logprobs: Callable[..., np.ndarray] | None
     scale_rewards: str
     next_check: int | None = None
+    teacher: ServerTeacher | None = None
 
     def steps(
         self, schedule: Schedule, *, first: int = 0, position: Mapping[str, Any] = BEGINNING
@@ -208,8 +229,9 @@ class Rollouts:
                     "checkpoint. Restore it, or resume from the checkpoint of a step that is a multiple of "
                     f"--num_iterations {schedule.num_iterations}."
                 )
+            table = table_of(rollouts) if self.scorer.rewards else taught_table(rollouts, self.teacher)
             metrics = metrics_of(rollouts, group_size) | {"generation_seconds": time.perf_counter() - started} | memory
-            yield StepRows(step, table_of(rollouts), np.arange(len(rollouts)), position, metrics)
+            yield StepRows(step, table, np.arange(len(rollouts)), position, metrics)
         self.scorer.close()
 
     def _kept(self, step: int) -> list[Rollout]:
@@ -231,13 +253,10 @@ class Rollouts:
         completions = self.engine.complete([prompt.ids for prompt in prompts], generation, version=step)
         answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
-        if self.ranks.is_rank_0:
-            self.scorer.start()
-        score = partial(self.scorer.score, self._batch(answered), numbers)
-        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
+        values = self._scores(answered, numbers, step) if self.scorer.rewards else {}
         weights = [reward.weight for reward in self.scorer.rewards]
-        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)]
-        if set(sums) == {None}:
+        sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)] or [None] * len(answered)
+        if set(sums) == {None} and values:
             log.warning("Step %d learns nothing: no reward function gives a value for any of its answers.", step + 1)
         gains = advantages(np.array(sums, np.float64).reshape(rows.shape), self.scale_rewards).ravel().tolist()
         rollouts = [
@@ -252,13 +271,15 @@ class Rollouts:
                 rewards={name: values[name][place] for name in values},
                 advantage=gains[place],
                 prompt_ids=prompt.ids,
+                teacher_prompt_ids=prompt.teacher_ids,
             )
             for place, (prompt, made) in enumerate(answered)
         ]
-        if self.logprobs:
+        is_checked = self.next_check is not None and step >= self.next_check
+        if self.logprobs and (is_checked or values):
             table = table_of(rollouts)
             logps = self.logprobs(table)
-            if self.next_check is not None and step >= self.next_check:
+            if is_checked:
                 self.next_check = 2 * step + 1  # each check costs a forward pass
                 self._check_server(table, logps, self.logprobs(table, at_start=True))
             rollouts = [
@@ -269,6 +290,17 @@ class Rollouts:
             if self.ranks.is_rank_0:
                 append_rollouts(self.path, rollouts)
         return rollouts
+
+    def _scores(
+        self, answered: Sequence[tuple[Prompt, Completion]], numbers: list[int], step: int
+    ) -> dict[str, list[float | None]]:
+        """The values of each reward function, on every rank. numbers: of the prompts' rows."""
+        if self.ranks.is_rank_0:
+            self.scorer.start()
+        score = partial(self.scorer.score, self._batch(answered), numbers)
+        values: dict[str, list[float | None]]
+        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
+        return values
 
     def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
         """Decide whether a server uses the adapter, once its log-probabilities are nearer to one side by half.
@@ -331,13 +363,15 @@ def metrics_of(rollouts: Sequence[Rollout], num_generations: int) -> dict[str, f
     """The metrics of a step's completions, under TRL's names; NaN where no function applies."""
     lengths = np.array([len(rollout.completion.token_ids) for rollout in rollouts])
     ended = lengths[[rollout.completion.is_done for rollout in rollouts]]
-    rewards = _masked([rollout.reward for rollout in rollouts])
-    of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
-    metrics = {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+    metrics: dict[str, Any] = {}
+    if rollouts[0].rewards:
+        rewards = _masked([rollout.reward for rollout in rollouts])
+        of_groups = _spread(rewards.reshape(-1, num_generations), axis=1)
+        metrics |= {"reward": rewards.mean(), "reward_std": _spread(rewards)}
+        metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
     for name in rollouts[0].rewards:
         values = _masked([rollout.rewards[name] for rollout in rollouts])
         metrics |= {f"rewards/{name}/mean": values.mean(), f"rewards/{name}/std": _spread(values)}
-    metrics["frac_reward_zero_std"] = np.isclose(of_groups.filled(np.nan), 0).mean()
     for name, counts in (("", lengths), ("_terminated", ended if len(ended) else np.zeros(1))):
         for kind in ("mean", "min", "max"):
             metrics[f"completions/{kind}{name}_length"] = getattr(counts, kind)()
