@@ -1,6 +1,6 @@
 """Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
 
-A mirror is a folder, a URL that fsspec opens, a remote of rclone, or a private repository on the Hugging Face hub. It
+A mirror is a folder, a URL that fsspec opens, or a private repository on the Hugging Face hub. It
 holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl, rollouts.jsonl and checkpoints/. A copied
 checkpoint is complete once it has its manifest, which is copied last (on the hub, in one commit with the rest).
 """
@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +40,6 @@ from fsdp_qlora.utils.run_files import CHECKPOINTS, METRICS_FILE, ROLLOUTS_FILE,
 log = logging.getLogger("fsdp_qlora")
 
 _RECORDS = (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE)
-# A remote that does not answer must not delay the end of a run.
-_RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
 
 class Mirror:
@@ -88,7 +85,7 @@ class Store:
     def __init__(self, url: str) -> None:
         self.url, self.name = url, redact(url)
 
-    # --- file operations, which subclasses override ---
+    # --- file operations ---
 
     def files(self, folder: str) -> list[str]:
         """The paths of all files below a folder, relative to it; empty if there is no such folder."""
@@ -155,7 +152,7 @@ class Store:
         system, root = fsspec.core.url_to_fs(self.url)
         return DirFileSystem(root.rstrip("/") or root, system)
 
-    # --- the same for every store ---
+    # --- a run ---
 
     def run(self) -> dict[str, Any]:
         """The content of the store's run.json; empty if there is none."""
@@ -198,53 +195,6 @@ class Store:
         return dict(sorted(is_complete.items()))
 
 
-class RcloneStore(Store):
-    """A remote of rclone, such as s3:bucket/run."""
-
-    def __init__(self, remote: str) -> None:
-        if shutil.which("rclone") is None:
-            raise UserError(
-                f"--mirror rclone:{remote} needs the program rclone, which is not installed (rclone.org/install)."
-            )
-        self.remote, self.name = remote.rstrip("/"), f"rclone:{remote}"
-
-    def files(self, folder: str) -> list[str]:
-        return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
-
-    def read(self, file: str) -> str:
-        is_there = file in self._lines("lsf", self.remote)  # on some remotes `cat` of a missing file succeeds
-        return self._rclone("cat", self._at(file)) if is_there else ""
-
-    def put(self, source: Path, folder: str) -> None:
-        self._rclone("copy", "--exclude", MANIFEST, str(source), self._at(folder))
-        if (source / MANIFEST).exists():
-            self._rclone("copyto", str(source / MANIFEST), self._at(folder, MANIFEST))
-
-    def get(self, folder: str, target: Path) -> None:
-        self._rclone("copy", self._at(folder), str(target))
-
-    def delete(self, folder: str) -> None:
-        self._rclone("purge", self._at(folder))
-
-    def _at(self, *parts: str) -> str:
-        separator = "" if self.remote.endswith(":") else "/"
-        return self.remote + separator + "/".join(parts) if any(parts) else self.remote
-
-    def _lines(self, *words: str) -> list[str]:
-        try:
-            return self._rclone(*words).splitlines()
-        except FileNotFoundError:
-            return []
-
-    def _rclone(self, *words: str) -> str:
-        done = subprocess.run(["rclone", *words, *_RCLONE_OPTIONS], capture_output=True, text=True, errors="replace")
-        if done.returncode == 3:  # directory not found
-            raise FileNotFoundError(f"rclone {words[0]}: not there")
-        if done.returncode:
-            raise OSError(redact(f"rclone {words[0]}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}"))
-        return done.stdout
-
-
 class HubStore(Store):
     """A private repository on the Hugging Face hub; each change is one commit, as the hub advises."""
 
@@ -265,12 +215,10 @@ class HubStore(Store):
 
 
 def open_store(target: str) -> Store:
-    """Open the store named by `--mirror`: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME. Raises UserError."""
+    """Open the store named by `--mirror`: a folder, a URL or hf:OWNER/NAME. Raises UserError."""
     if error := mirror_error(target):
         raise UserError(error)
     kind, _, rest = target.partition(":")
-    if kind == "rclone":
-        return RcloneStore(rest)
     if kind == "hf":
         return HubStore(rest.removeprefix("//").removesuffix(PUBLIC))
     if not rest.startswith("//"):

@@ -312,8 +312,8 @@ class TrainConfig:
     """Number of newest checkpoints to keep, besides the one with the lowest evaluation loss."""
     mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Copy of each checkpoint elsewhere: a folder on another disk or machine, a URL (s3://, gcs://, az://, sftp://),
-    hf:OWNER/NAME (a private repository; hf:OWNER/NAME:public allows a public one), or rclone:REMOTE:PATH. An empty
-    output_dir, as on a new machine, is filled from it."""
+    or hf:OWNER/NAME (a private repository; hf:OWNER/NAME:public allows a public one). An empty output_dir, as on a new
+    machine, is filled from it."""
     push_to_hub: Annotated[str | None, MAY_DIFFER] = None
     """Repository on the Hugging Face hub, OWNER/NAME, to upload the result to at the end of the run or of its budget. A
     new one is private, and a public one is refused, unless :public follows the name. output_dir has the result even if

@@ -258,7 +258,7 @@ def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> 
             digest.update(file.read(_SAMPLE_BYTES))
 
 
-# --- folders of this machine, URLs and rclone remotes ---
+# --- folders of this machine and URLs ---
 # Messages do not quote a refused value: it may contain a password.
 
 
@@ -268,8 +268,6 @@ PUBLIC = ":public"  # behind the name of a repository that everybody may read
 def mirror_error(target: str) -> str | None:
     """Explain what is wrong with the value of --mirror; None if it can be used."""
     kind, _, rest = target.partition(":")
-    if kind == "rclone":
-        return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
     if kind == "hf":
         is_valid = is_repository(rest.removeprefix("//").removesuffix(PUBLIC))
         return None if is_valid else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
@@ -287,8 +285,7 @@ def folder_error(option: str, text: str) -> str | None:
         return None
     return (
         f"--{option} must be a local folder (write a name with a colon as ./NAME). For copies in another place use "
-        f"--mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
-        "rclone:REMOTE:PATH (an rclone remote)."
+        f"--mirror: {', '.join(f'{kind}://' for kind in _URLS)} or hf:OWNER/NAME (a repository on the hub)."
     )
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,38 +19,6 @@ from fsdp_qlora.checkpoint.run_folder import check_usable
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.run_files import CHECKPOINTS, STATUS
 from tests.saving.test_checkpoint import make
-
-# The commands of rclone that are used, on folders, for machines that do not have it.
-RCLONE = f"""#!{sys.executable}
-import fnmatch, pathlib, shutil, sys
-words = sys.argv[1:-8]  # the limits on time come last
-command, options, paths = words[0], [], []
-while words := words[1:]:
-    if words[0] in ("--exclude", "--include"):
-        options.append(words[1])
-        words = words[1:]
-    elif words[0] != "-R":
-        paths.append(pathlib.Path(words[0].removeprefix(":local:")))
-if "offline" in str(paths[-1]):
-    sys.exit("2026/11/21 ERROR : connection refused")
-if command in ("lsf", "cat", "purge") and not paths[0].exists():
-    sys.exit(3)
-if command == "lsf":
-    found = [str(path.relative_to(paths[0])) for path in paths[0].rglob("*") if path.is_file()]
-    print("".join(name + "\\n" for name in found if not options or fnmatch.fnmatch(name, options[0])), end="")
-elif command == "cat":
-    print(paths[0].read_text(), end="")
-elif command == "purge":
-    shutil.rmtree(paths[0])
-else:
-    files = [paths[0]] if paths[0].is_file() else [path for path in paths[0].rglob("*") if path.is_file()]
-    for path in files:
-        name = path.relative_to(paths[0])
-        if not any(fnmatch.fnmatch("/" + str(name), "*/" + option.strip("/").replace("**", "*")) for option in options):
-            target = paths[1] if command == "copyto" else paths[1] / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-"""
 
 
 class Hub(LocalFileSystem):
@@ -81,7 +48,7 @@ class Hub(LocalFileSystem):
         return path.replace("hf://owner/run", str(cls.folder))
 
 
-@pytest.fixture(params=["folder", "memory", "rclone", "hf"])
+@pytest.fixture(params=["folder", "memory", "hf"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An empty place for copies: tmp_path/there, or in memory, where any URL is represented."""
     there = tmp_path / "there"
@@ -90,19 +57,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param == "memory":
         monkeypatch.setattr(MemoryFileSystem, "store", {})
         return Store(f"memory:/{there}")
-    if request.param == "hf":
-        monkeypatch.setattr(Hub, "folder", there)
-        monkeypatch.setattr(Hub, "is_there", False)
-        monkeypatch.setattr(mirror, "HfApi", Hub)
-        register_implementation("hf", Hub, clobber=True)
-        request.addfinalizer(lambda: register_implementation("hf", HfFileSystem, clobber=True))
-        return open_store("hf:owner/run")
-    if shutil.which("rclone") is None:
-        (program := tmp_path / "bin" / "rclone").parent.mkdir()
-        program.write_text(RCLONE)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    return open_store(f"rclone::local:{there}")
+    monkeypatch.setattr(Hub, "folder", there)
+    monkeypatch.setattr(Hub, "is_there", False)
+    monkeypatch.setattr(mirror, "HfApi", Hub)
+    register_implementation("hf", Hub, clobber=True)
+    request.addfinalizer(lambda: register_implementation("hf", HfFileSystem, clobber=True))
+    return open_store("hf:owner/run")
 
 
 @pytest.fixture
@@ -202,10 +162,3 @@ def test_invalid_mirrors_are_refused_and_unreachable_ones_explained(
         open_store("hf:run")
     (tmp_path / "file").write_text("")
     assert open_store(str(tmp_path / "file")).run() == {}  # nobody's; the first copy tells that none can be made
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="needs the program rclone"):
-        open_store("rclone:s3:bucket")
-    (tmp_path / "rclone").write_text(RCLONE)
-    (tmp_path / "rclone").chmod(0o755)
-    with pytest.raises(OSError, match=r"rclone lsf: .*connection refused"):
-        open_store("rclone:offline:bucket").run()

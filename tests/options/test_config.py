@@ -251,17 +251,17 @@ def test_urls_are_not_taken_for_folders_and_hide_passwords(place, tmp_path, monk
         if (option, place[:5]) == ("mirror", "s3://"):
             continue
         error = error_of(f"--{option}", place)
-        assert f"--{option} must be a local folder" in error and "rclone:REMOTE:PATH" in error
+        assert f"--{option} must be a local folder" in error and "hf:OWNER/NAME" in error
         assert "PaSs" not in error
     for option in ("mirror", "output_dir", "resume"):
         for folder in ("./a:b", "/a:b", "../s3:/x", "~/a:b", "runs/10:30", "C"):
             parse_train_config([f"--{option}", folder])
     for known in (
-        *("rclone:s3:bucket", "rclone::sftp,host=box:run", "hf:owner/name", "hf://owner/name", "s3://bucket/run"),
+        *("hf:owner/name", "hf://owner/name", "s3://bucket/run"),
         *("gs://bucket/run", "sftp://user:PaSs@host/run"),
     ):
         parse_train_config(["--mirror", known])
-    for unknown in ("rclone:bucket", "hf:name", "s3://", "RCLONE:s3:bucket", "hf:a:PaSs@owner/name"):
+    for unknown in ("rclone:s3:bucket", "hf:name", "s3://", "hf:a:PaSs@owner/name"):
         assert "PaSs" not in error_of("--mirror", unknown)
 
 
