@@ -37,14 +37,14 @@ OPTIONS = {"TrainConfig"}
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 33_318,
-    "files of the library": 149,
+    "files of the library": 148,
     "packages of the library": 13,
     "files at the package's root": 3,
-    "options": 95,
+    "options": 94,
     "lines of tests": 29_780,
-    "files that name recompute": 23,
-    "mentions of world_size outside the layout": 85,
-    "places that ask for the kind of rows": 24,
+    "files that name recompute": 22,
+    "mentions of world_size outside the layout": 84,
+    "places that ask for the kind of rows": 23,
 }
 MOST_CHARACTERS_OF_A_TESTS_NAME = 70
 LAUNCHER = (

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
@@ -224,23 +224,6 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."
-    if c.profile and profiled_steps(c.profile) is None:
-        yield (
-            f"--profile is {' '.join(c.profile)}: give the first and the last step to record, such as 10:12, and of "
-            f"{', '.join(PROFILED)} what else to record."
-        )
-
-
-PROFILED = ("stack", "shapes", "memory")
-
-
-def profiled_steps(profile: Sequence[str]) -> tuple[int, int] | None:
-    """The first and the last step that --profile names, counted from 1; None if it names no steps."""
-    matches = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", word) for word in profile if word not in PROFILED]
-    if len(matches) != 1 or matches[0] is None:
-        return None
-    first, last = map(int, matches[0].groups())
-    return (first, last) if first <= last else None
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:

@@ -348,9 +348,6 @@ class TrainConfig:
     and samples=10 ten."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Print more at the start: memory, kernels, how weights were read, the model; in a dry run all options too."""
-    profile: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """Optimizer steps to record with torch.profiler, such as 10:12, and what else to record: stack (source lines),
-    shapes (of inputs), memory (a timeline). The log has a summary, and profiles/ in output_dir the traces."""
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Hours that the run may take, earlier starts included; it stops with a checkpoint before."""
     hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0

@@ -86,10 +86,6 @@ def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) 
         notes.append(f"--{name} is now --{option} {value}.")
         values = [before.text, value] if before and before.text and adds else [value]
         options[option] = Setting(f"{setting.where}, now {option}", option, values)
-    # Without steps to record, the other words of a profile did nothing.
-    profile = options.get("profile")
-    if profile and ", now " in profile.where and ":" not in profile.text:
-        del options["profile"]
     unread = [setting for setting in settings if not is_older(setting) and setting != options.get(setting.name)]
     return [*unread, *options.values()]
 
@@ -99,8 +95,8 @@ def _is_in_file(setting: Setting) -> bool:
 
 
 def is_older(setting: Setting) -> bool:
-    """Whether a setting has an older name; --profile was a switch."""
-    return setting.name in OLDER and (setting.name != "profile" or setting.text.lower() in SWITCH)
+    """Whether a setting has an older name."""
+    return setting.name in OLDER
 
 
 # --- tables of other_programs.yaml ---

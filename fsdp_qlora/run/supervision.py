@@ -22,7 +22,6 @@ from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Budget, Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.observability.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.observability.profiling import profiling
 from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.run_plan import Measured
@@ -173,13 +172,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the training in the block for hangs and lost ranks, and profile it if requested."""
+        """Watch the training in the block for hangs and lost ranks."""
         if self.guard.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before the copy
         self.facts.mark("loading")
-        profiles = self.guard.folder.path / "profiles"
-        recorded = profiling(self.config.profile, profiles, self.guard.ranks)
-        with recorded as self.profile_step, self.guard.watchdog.watching():
+        with self.guard.watchdog.watching():
             yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
@@ -187,7 +184,6 @@ class Recorder:
         self.facts.mark("steps")
         if self.extras.measured:
             self.facts.describe(partial(self.extras.measured.stepped, record))
-        self.profile_step()
         if "recompute" in record:
             self.guard.status.values["recompute"] = record["recompute"]
         if self.saver.is_unfinished and self.control.is_written:

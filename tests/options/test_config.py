@@ -77,9 +77,7 @@ OLDER_OPTIONS = {
     "--warmup_steps -1 --world_size -1": ({}, []),
     "--world_size 2": ({"nproc_per_node": 2}, ["--world_size is now --nproc_per_node 2."]),
     "--use_gradient_checkpointing off": ({"recompute": "none"}, ["is now --recompute none."]),
-    "--profile --with_stack": ({"profile": ("9:10", "stack")}, ["is now --profile 9:10.", "is now --profile stack."]),
-    "--profile 3:4 --with_shapes true": ({"profile": ("3:4", "shapes")}, ["--with_shapes is now --profile shapes."]),
-    "--profile false --with_shapes true": ({}, ["--with_shapes is now --profile shapes."]),
+    "--profile --with_stack": ({}, ["--profile is no longer needed", "--with_stack is no longer needed"]),
     "--warmup_steps 1": ({"warmup": 1}, ["--warmup_steps is now --warmup 1."]),
     "--apply_gradient_clipping true --grad_norm 2": ({"grad_norm": 2.0}, []),
     "--apply_gradient_clipping no": ({"grad_norm": 0.0}, ["--apply_gradient_clipping is now --grad_norm 0."]),
@@ -110,7 +108,6 @@ def test_flags_win_over_older_names_in_a_file(yaml_file):
     argv = ["--config", path, "--use_gradient_checkpointing", "true", "--group", "b"]
     config = TrainConfig(recompute="all", log_to=("name=a", "group=b"), seed=1)
     assert parse_train_config(argv) == config
-    assert "--profile is stack" in error_of("--config", yaml_file("profile: stack\n"), "--output_dir", "now")
 
 
 def test_the_objective_decides_defaults_that_records_have_in_numbers(yaml_file):
@@ -131,7 +128,7 @@ def test_a_run_that_is_not_resumed_is_said_in_words_of_yaml(word, yaml_file):
 
 
 def test_the_resolved_options_are_accepted_back(yaml_file):
-    argv = "--lr 1e-5 --log_to wandb,name=run:1,group=#x --lora_target_modules q_proj k_proj --profile 2:3 stack"
+    argv = "--lr 1e-5 --log_to wandb,name=run:1,group=#x --lora_target_modules q_proj k_proj"
     config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
@@ -218,7 +215,6 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--recompute some", "--recompute: expected auto|all|none|offload|INT, got 'some'"),
         ("--use_cpu_offload maybe", "--use_cpu_offload: expected auto|true|false|INT, got 'maybe'"),
         ("--use_cpu_offload -2", "--use_cpu_offload must be above 1 if it is a number"),
-        ("--profile 4:2", "give the first and the last step to record, such as 10:12"),
         ("--batch_size 2 3", "--batch_size: expected one value, got 2: 2 3"),
         ("train", "Unexpected argument 'train'"),
         ("--config missing.yaml", "--config missing.yaml: cannot read it"),

@@ -49,7 +49,6 @@ def run(run_yaml: Path) -> tuple[Path, str]:
         num_epochs=2,
         max_steps=5,
         eval_steps=2,
-        profile="3:3",
     )
     return output_dir, output
 
@@ -144,7 +143,7 @@ def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Pat
 
 def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path, str], tmp_path: Path) -> None:
     output_dir, _ = run
-    train_ok(2, tmp_path / "again", config=output_dir / "config.yaml", profile="none", deterministic=True)
+    train_ok(2, tmp_path / "again", config=output_dir / "config.yaml", deterministic=True)
     for key in ("loss", "grad_norm", "eval_loss"):
         assert read_metrics(tmp_path / "again", key) == read_metrics(output_dir, key)
     adapter = "adapter_model.safetensors"
@@ -158,11 +157,6 @@ def test_max_steps_stops_within_an_epoch_with_its_evaluations(
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4, 5]
     assert [record["epoch"] for record in records][-1] == pytest.approx(5 / 3)
-
-
-def test_profile_leaves_a_summary_and_a_trace_per_rank(run: tuple[Path, str]) -> None:
-    names = sorted(path.name for path in (run[0] / "profiles").iterdir())
-    assert names == [f"rank{rank}_steps3-3.{kind}" for rank in (0, 1) for kind in ("summary.txt", "trace.json")]
 
 
 # --- a run that keeps nothing but its record -----------------------------------------------------------
