@@ -52,7 +52,6 @@ COMMANDS = {
     "report": Command("draw the curves of runs in one HTML file", tools.report, tools.report_options),
     "quantize": Command("save a model in 4 bits", models.quantize, models.quantize_options),
     "expand": Command("insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options),
-    "cache": Command("list and prune the cache of quantized weights", tools.cache, tools.cache_options),
     "configs": Command("list the settings that come with the program", tools.configs, tools.configs_options),
     "completion": Command("print a line that completes words in bash and zsh", tools.completion, lambda parser: None),
     "env": Command("print facts for a bug report", tools.env, lambda parser: None),

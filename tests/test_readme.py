@@ -33,7 +33,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
-    *("out", "format", "prune", "expansion_rate", "best", "for", "version", "json"),  # our commands
+    *("out", "format", "expansion_rate", "best", "for", "version", "json"),  # our commands
     *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
     "price_per_hour",
     *("base", "dtype", "model", "type", "llama_cpp", "modelfile"),  # merge and gguf

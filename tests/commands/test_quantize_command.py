@@ -1,13 +1,11 @@
 """`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, CompressedTensorsConfig
 
@@ -107,35 +105,7 @@ def test_quantize_refuses_bad_input_and_leaves_nothing(
         ("quantize", str(models()), "--out", str(tmp_path / "full")): "full exists already and is not empty",
         ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
         ("expand", str(models()), "--out", str(tmp_path / "out")): "would add 0 blocks to the model's 2",
-        ("cache", "--prune", "absent", "--quant_cache", str(tmp_path / "cache")): "has no entry absent",
     }.items():
         assert main(list(argv)) == 2
         assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
-def test_the_cache_is_listed_with_its_sizes_and_pruned(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cache = tmp_path / "cache"
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    train_ok(1, tmp_path / "run", model_name=models(), dataset=data, quant_cache=cache)
-    (cache / "dead.writing").mkdir()
-    (cache / "alive.writing").mkdir()
-    (key,) = (path.name for path in cache.iterdir() if path.is_dir() and "." not in path.name)
-    size = sum(path.stat().st_size for path in (cache / key).iterdir())
-
-    def listed() -> dict[str, dict]:
-        capsys.readouterr()
-        assert main(["cache", "--json", "--quant_cache", str(cache)]) == 0
-        return {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)["entries"]}
-
-    about = listed()[key]
-    assert about["bytes"] == size and about["quantizer"] == "nf4, double quantization"
-    assert about["model"] == str(models()) and about["state"] == "complete"
-    assert main(["cache", "--list", "--quant_cache", str(cache)]) == 0
-    assert key in (printed := capsys.readouterr().out) and str(models()) in printed
-    with FileLock(cache / "alive.lock"):
-        assert main(["cache", "--prune", "all", "--quant_cache", str(cache)]) == 0
-    assert "alive is being written by a run" in capsys.readouterr().out
-    assert list(listed()) == ["alive"] and not (cache / key).exists()

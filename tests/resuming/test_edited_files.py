@@ -16,7 +16,7 @@ from fsdp_qlora.checkpoint.result import publish_files, record_result
 from fsdp_qlora.checkpoint.resume import RunFolder, Start
 from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.distributed.ranks import read_ranks
-from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry, list_entries
+from fsdp_qlora.sharding.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import files, run_files
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
@@ -152,7 +152,6 @@ def test_deeply_nested_json_is_refused_and_renames_nothing(run: Path, tmp_path: 
         path.write_text("[" * 100_000)
     before = sorted(tmp_path.rglob("*"))
     assert "its run.json cannot be read" in str(finds(tmp_path / "box", mirror=mirror))
-    assert [entry["state"] for entry in list_entries(cache.parent)] == ["damaged"]
     with pytest.raises(DamagedEntry, match=r"recursion|Stack overflow"):
         CachedWeights(cache, None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"index\.json is not a safetensors index"):

@@ -212,10 +212,6 @@ class QuantizedWeight(nn.Module):
         """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
         raise NotImplementedError
 
-    def describe_code(self) -> str:
-        """A short description of the quantization."""
-        raise NotImplementedError
-
     def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
         """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
         parameter = getattr(self, stored.parameter)

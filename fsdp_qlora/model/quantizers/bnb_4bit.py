@@ -224,9 +224,6 @@ class Bnb4bitWeight(QuantizedWeight):
             "bitsandbytes": bitsandbytes.__version__,
         }
 
-    def describe_code(self) -> str:
-        return f"{self.quant_type}{', double quantization' * self.double_quant}"
-
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
     """A linear layer with its weight in bitsandbytes' 4-bit packing."""

@@ -111,9 +111,6 @@ class E2m1Weight(QuantizedWeight):
     def code_settings(self) -> dict[str, Any]:
         return {"format": self.label}
 
-    def describe_code(self) -> str:
-        return self.label
-
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:
     """The number of groups to quantize or decode at once: they fit into a CPU's cache, or fill a GPU."""

@@ -109,9 +109,6 @@ class Fp8Weight(QuantizedWeight):
     def code_settings(self) -> dict[str, Any]:
         return {"format": "fp8"}
 
-    def describe_code(self) -> str:
-        return "FP8"
-
 
 class Fp8Linear(QuantizedLinear, Fp8Weight):
     """A linear layer with its weight in FP8."""

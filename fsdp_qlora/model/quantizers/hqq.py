@@ -96,9 +96,6 @@ class HqqWeight(QuantizedWeight):
             "torch": torch.__version__,  # the solver uses its operations
         }
 
-    def describe_code(self) -> str:
-        return f"HQQ, {self.n_bits} bits, groups of {self.group_size}"
-
 
 class HqqLinear(QuantizedLinear, HqqWeight):
     """A linear layer with its weight in HQQ's codes."""

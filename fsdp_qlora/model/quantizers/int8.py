@@ -80,9 +80,6 @@ class Int8Weight(QuantizedWeight):
     def code_settings(self) -> dict[str, Any]:
         return {"bitsandbytes": bitsandbytes.__version__}  # the threshold concerns activations only
 
-    def describe_code(self) -> str:
-        return "int8"
-
 
 class Int8Linear(QuantizedLinear, Int8Weight):
     """A linear layer in LLM.int8."""

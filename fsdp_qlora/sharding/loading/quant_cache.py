@@ -186,7 +186,6 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         description = {
             "format": FORMAT_VERSION,
             "model": str(weights.files.folder),
-            "quantizer": next(iter(layers.values())).describe_code(),
             "created": time.strftime("%Y-%m-%d %H:%M:%S"),
             "tensors": checksums,
         }
@@ -290,50 +289,6 @@ def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None
             shutil.rmtree(folder, ignore_errors=True)
         return False
     with contextlib.suppress(OSError):  # a read-only cache
-        os.utime(folder / CHECKSUMS)  # `fsdp-qlora cache` shows when it was last used
+        os.utime(folder / CHECKSUMS)  # the time shows when it was last used
     log.debug("  its quantized weights come from the cache, verified: %s", folder)
     return True
-
-
-def list_entries(root: Path) -> list[dict[str, Any]]:
-    """The entries of the cache, most recently used first."""
-    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    entries = []
-    for folder in folders:
-        description: dict[str, Any] = {}
-        state = folder.suffix.removeprefix(".") or "complete"
-        if state == "complete":
-            try:
-                description = read_description(folder)
-            except (OSError, ValueError, KeyError, RecursionError):
-                state = "damaged"
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        used = folder / CHECKSUMS if (folder / CHECKSUMS).is_file() else folder
-        described = {name: description.get(name, "") for name in ("quantizer", "model", "created")}
-        entries.append({"key": folder.stem, "state": state, "bytes": size, "used": used.stat().st_mtime, **described})
-    return sorted(entries, key=lambda entry: -entry["used"])
-
-
-def prune(root: Path, keys: list[str]) -> None:
-    """Remove entries and leftovers of damaged ones, except those that a run is writing.
-
-    Raises:
-        UserError: a key is not in the cache.
-    """
-    present = {entry["key"] for entry in list_entries(root)}
-    chosen = present if keys == ["all"] else set(keys)
-    if unknown := chosen - present:
-        raise UserError(f"The cache {root} has no entry {', '.join(sorted(unknown))}. See: fsdp-qlora cache")
-    freed = 0
-    for key in sorted(chosen):
-        lock = try_lock(root / key)
-        if lock is None:
-            print(f"{key} is being written by a run: not removed.")
-            continue
-        for folder in [root / key, *root.glob(f"{key}.*")]:
-            if folder.is_dir():
-                freed += sum(path.stat().st_size for path in folder.iterdir())
-                shutil.rmtree(folder)
-        (root / f"{key}.lock").unlink(missing_ok=True)
-        lock.release()
-    print(f"Freed {format_bytes(freed)}.")
