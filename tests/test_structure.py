@@ -37,10 +37,10 @@ OPTIONS = {"TrainConfig"}
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 33_318,
-    "files of the library": 148,
+    "files of the library": 149,
     "packages of the library": 13,
     "files at the package's root": 3,
-    "options": 94,
+    "options": 95,
     "lines of tests": 29_780,
     "files that name recompute": 22,
     "mentions of world_size outside the layout": 84,

@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_qlora.config.cli import options_of, parse_options
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.text import value_text
+from fsdp_qlora.config.text import named_tokens, value_text
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.model.adapters.peft_folder import CONFIG, read_adapter, read_config, read_record
 from fsdp_qlora.utils.errors import UserError
@@ -82,7 +82,7 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
         UserError: there is no usable adapter, or a given option contradicts it.
     """
     if config.adapter is None:
-        return config
+        return dataclasses.replace(config, add_tokens=named_tokens(config.add_tokens))
     if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
         raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
     folder, output = adapter_folder(config.adapter), Path(config.output_dir).expanduser()

@@ -68,6 +68,8 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
             "--lora_target_parameters."
         )
+    if c.add_tokens and c.modules_to_save:
+        yield "--add_tokens trains the rows of some tokens, and --modules_to_save those of all: give one of them."
     yield from _init_errors(c)
     yield from _target_errors(c.lora_target_modules)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
@@ -151,8 +153,9 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
     if c.row_kind == TEXTS:
         return
-    if c.modules_to_save or not c.kind.has_adapter:
-        what = "--modules_to_save" if c.modules_to_save else f"--train_type {c.train_type}"
+    more = _changed(c, "modules_to_save", "add_tokens")
+    if more or not c.kind.has_adapter:
+        what = _flags(more) or f"--train_type {c.train_type}"
         yield f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used with {what}."
     if c.keeps_start and c.kind.adapter == "dora":
         yield (
@@ -216,7 +219,8 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
-    leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not c.kind.has_adapter)
+    trains_more = c.modules_to_save or c.add_tokens or not c.kind.has_adapter
+    leaves_some = c.use_cpu_offload not in ("auto", False) and trains_more
     if c.optimizer.startswith("paged_") and leaves_some:
         yield (
             f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "

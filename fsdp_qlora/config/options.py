@@ -192,6 +192,10 @@ class TrainConfig:
     modules_to_save: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Embeddings and head to train in full with the adapter and to save in its file, such as embed_tokens,lm_head; for
     new tokens or another language. Each takes 16 bytes per weight, divided among the ranks."""
+    add_tokens: Annotated[tuple[str, ...], OF_ADAPTER] = ()
+    """Tokens to add to the tokenizer, such as <think>,</think>, or a .txt file with one in each line. Only their rows
+    of embeddings and head train, as with PEFT's trainable_token_indices. A row starts from the mean of all rows, or, as
+    in "<think>: begin to reason", of a description's; that of a token which the model has already is kept."""
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: Annotated[str, OF_ADAPTER] = "true"

@@ -16,7 +16,7 @@ import yaml
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import open_named
+from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.redact import redact_values
 
 SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
@@ -112,6 +112,15 @@ def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     return [
         (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
     ]
+
+
+def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
+    """The tokens of --add_tokens, those of .txt files in their place. Raises UserError if one cannot be read."""
+    try:
+        listed = [read_named(Path(word)).decode().splitlines() if word.endswith(".txt") else [word] for word in words]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--add_tokens: a file of tokens cannot be read ({error}).") from error
+    return tuple(dict.fromkeys(filter(None, itertools.chain(*listed))))
 
 
 ALL = ("all", "all-linear")  # PEFT says all-linear

@@ -19,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
@@ -32,9 +33,11 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import Base, merged_documents
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
+from fsdp_qlora.model.adapters import peft_folder
 from fsdp_qlora.model.adapters.first_values import subtract_product
 from fsdp_qlora.model.adapters.insert import LoraOptions, reduces_base
-from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
+from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_header, tensor_differences, weights_file
+from fsdp_qlora.model.adapters.token_rows import NewTokens, TokenRows
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
@@ -70,7 +73,7 @@ class PeftFolder(NamedTuple):
 
 def open_adapter(path: Path) -> PeftFolder:
     """Open an adapter's folder; its tensors stay in the file until they are read. Raises UserError if damaged."""
-    read_config(path)
+    peft_folder.read_config(path)
     weights = weights_file(path)
     read_header(weights)
     try:
@@ -95,7 +98,7 @@ class LowRankUpdate:
     scaling: float
     magnitude: torch.Tensor | None = None
 
-    def apply(self, values: torch.Tensor, first: int) -> torch.Tensor:
+    def write_into(self, values: torch.Tensor, first: int) -> torch.Tensor:
         """Change rows of the weight in place.
 
         values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices, concatenated.
@@ -143,6 +146,7 @@ class Changes:
         model: the base on the meta device; PEFT's layers are put into it.
     Attributes:
         layers: weight to which something is added -> path of PEFT's layer in the file, and that layer.
+        new_rows: of these the weights of which rows of new tokens are replaced.
         replaced: weight -> the tensor that takes its place.
     """
 
@@ -156,6 +160,7 @@ class Changes:
                 raise UserError(f"--adapter {adapter.path} does not fit this base: {error}") from error
             expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         self.layers = dict(_lora_layers(wrapped, adapter))
+        self.new_rows = {name for name, (_, layer) in self.layers.items() if isinstance(layer, TrainableTokensLayer)}
         self.replaced = _replacements(adapter, shapes, expected.keys())
         own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
         stored = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
@@ -164,11 +169,13 @@ class Changes:
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
-    def low_rank(self, weight: str) -> LowRankUpdate | None:
-        """Read the update that is added to a weight, or to the tensor that replaces it."""
+    def update(self, weight: str) -> "LowRankUpdate | TokenRows | None":
+        """Read what changes a weight, or the tensor that replaces it."""
         if weight not in self.layers:
             return None
         (path, layer), adapter = self.layers[weight], self.adapter
+        if weight in self.new_rows:
+            return TokenRows(NewTokens(layer.token_indices[_NAME]), adapter.read(f"{path}.trainable_tokens_delta"))
         scaling = layer.scaling[_NAME]
         if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
             lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
@@ -179,10 +186,8 @@ class Changes:
         experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
         all_A = lora_A.view(experts, -1, lora_A.shape[1])
         all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)  # the order of PEFT's ParamWrapper
-        is_upright = not layer.fan_in_fan_out
-        if isinstance(layer, ParamWrapper) and experts > 1:
-            is_upright = layer._did_swap_in_out_features
-        if is_upright:
+        of_experts = isinstance(layer, ParamWrapper) and experts > 1
+        if layer._did_swap_in_out_features if of_experts else not layer.fan_in_fan_out:
             return LowRankUpdate(all_B, all_A, scaling, lengths)
         return LowRankUpdate(all_A.mT, all_B.mT, scaling, lengths)
 
@@ -190,6 +195,8 @@ class Changes:
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
     """(weight that is changed, (path of PEFT's layer in the file, that layer))."""
     for path, layer in wrapped.named_modules():
+        if isinstance(layer, TrainableTokensLayer) and not layer.tied_adapter:
+            yield f"{canonical_name(path).removeprefix(PREFIX).removesuffix('.token_adapter')}.weight", (path, layer)
         if not isinstance(layer, LoraLayer) or _NAME not in layer.r:
             continue
         variants = [type(variant).__name__ for variant in layer.lora_variant.values()]
@@ -274,16 +281,15 @@ class MergedModel:
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
         whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
-        is_new = name in self.copies or self.weights.packed or name in self.changes.replaced
+        is_new = name in self.copies or self.weights.packed or name in {*self.changes.replaced, *self.changes.new_rows}
         return [whole] if is_new else self.weights.files.parts(self._source(name))
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, start, values) of the pieces of one parameter."""
-        change, replaced = self.changes.low_rank(name), self.changes.replaced.get(name)
-        if self.is_reduced and change:
+        change, replaced = self.changes.update(name), self.changes.replaced.get(name)
+        if self.is_reduced and isinstance(change, LowRankUpdate):
             change = change.trained()
-        dequantize = None if replaced else self.dequantize
-        whole = dequantize(self.copies.get(name, name)) if dequantize else None
+        whole = self.dequantize(self.copies.get(name, name)) if self.dequantize and not replaced else None
 
         def read(start: int, stop: int) -> torch.Tensor:
             if replaced:
@@ -297,7 +303,7 @@ class MergedModel:
                 values = read(before + start, before + stop)
                 if change:
                     rows = values.float().view(-1, columns)
-                    values = change.apply(rows, (before + start) // columns).flatten()
+                    values = change.write_into(rows, (before + start) // columns).flatten()
                 yield part, first + start, values
             before += last - first
 
@@ -322,7 +328,7 @@ def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
             ends[id(module)] = f"{path}.weight"
     embeddings, head = ends.values()
     own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced.get(name))]
-    return {head: embeddings} if any(own) or changes.layers.keys() & {embeddings, head} else {}
+    return {head: embeddings} if any(own) or changes.layers.keys() - changes.new_rows & {embeddings, head} else {}
 
 
 # Files of the tokenizer, which are in the adapter's folder as the run used them; and with its end tokens.
@@ -359,9 +365,10 @@ class Merge:
         def dequantize(name: str) -> torch.Tensor | None:
             if name not in self.layers:
                 return None
-            layer, change = self.layers[name], changes.low_rank(name) if is_reduced else None
+            layer, change = self.layers[name], changes.update(name) if is_reduced else None
+            reduce = change.reduced if isinstance(change, LowRankUpdate) else None
             layer.to_empty(device=device)
-            load_quantized(name, layer, weights, mesh, device, change.reduced if change else None)
+            load_quantized(name, layer, weights, mesh, device, reduce)
             whole: torch.Tensor = layer.dequantize().cpu().flatten()
             layer.to("meta")
             return whole
@@ -377,6 +384,8 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     config = models.load_config(folder, name, trust_remote_code=with_code)
     found = take_packed(config, name)
     packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
+    if ids := peft_folder.token_ids(adapter_path, adapter.config.to_dict()):
+        NewTokens(ids).grow(config)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
     # Weights that the run has kept are decoded to the same values.
@@ -386,7 +395,8 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
     files = WeightFiles(folder, stored)
     names = list(files.files)
-    weights = match_tensors(quantized if packed and quantized is not None else model, files, packed=packed is not None)
+    built = quantized if packed and quantized is not None else model
+    weights = match_tensors(built, files, packed=packed is not None, grown=changes.new_rows)
     kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}
     parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -483,7 +493,7 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
             part["dtype"] = str(merged.dtype or torch.bfloat16).removeprefix("torch.")
     if merged.copies:
         content["tie_word_embeddings"] = text["tie_word_embeddings"] = False
-    sizes = [merged.shape(name)[0] for name, shape in merged.parameters.items() if merged.shape(name) != shape]
-    if sizes:  # embeddings were resized
-        text["vocab_size"] = max(sizes)
+    grown = {name for name, shape in merged.parameters.items() if merged.shape(name) != shape}
+    if grown := grown | merged.changes.new_rows:  # embeddings were resized
+        text["vocab_size"] = max(merged.shape(name)[0] for name in grown)
     return content

@@ -24,6 +24,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.adapters.token_rows import NewTokens, add_token_rows, add_tokens, with_token_rows
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
 from fsdp_qlora.model.architecture.precision import PRECISIONS, Precision, choose_precision
@@ -187,6 +188,9 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         yield f"Neither quantized nor adapted, since {reason}: {named}."
     if missing := " ".join(missing_kernels(meta.model)):
         yield f"PyTorch computes convolutions and states, much slower on a GPU than: pip install {missing}"
+    for path, (module, rows) in with_token_rows(meta.model).items():
+        count, needs = len(rows.indices), format_bytes(16 * rows.trainable_tokens_delta.numel())
+        yield f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} with AdamW's state)."
     if towers := meta.parts.towers:
         size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
         named = ", ".join(towers)
@@ -200,7 +204,7 @@ def build_plan(
     model_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> ModelPlan:
-    """Plan a model with a given configuration and tokenizer.
+    """Plan a model with a given configuration and tokenizer, to which new tokens are added.
 
     Raises:
         UserError: the options, the adapter to start from or the quantizer do not fit the model.
@@ -210,6 +214,7 @@ def build_plan(
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
     packed, stored = take_formats(config, model_config)
+    tokenizer, new_tokens = with_new_tokens(config, model_config, tokenizer)
     layers = layer_options(config, model_config, packed)
     meta = build_model(
         model_config,
@@ -220,6 +225,8 @@ def build_plan(
         attn_implementation="auto" if machine.is_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
+    if new_tokens:
+        add_token_rows(meta.model, new_tokens, looks_up=meta.parts.looks_up)
     if config.adapter:
         start, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
         check_fits(start, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
@@ -228,14 +235,11 @@ def build_plan(
     adapter = None
     if train_type.adapter:
         adapter = peft_config(
-            meta.modules,
-            meta.targets,
-            meta.target_parameters,
-            train_type.adapter,
-            layers.lora,
-            base_model=config.base_name or hub.public_name(config.model_name),
-            model_config=model_config,
-        )
+            meta.modules, meta.targets, meta.target_parameters, train_type.adapter, layers.lora,
+            base_model=config.base_name or hub.public_name(config.model_name), model_config=model_config,
+        )  # fmt: skip
+        if new_tokens:
+            adapter.trainable_token_indices = {path: [*new_tokens.ids] for path in with_token_rows(meta.model)}
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
     check_context(meta.parts, kernel, config.context_size)
     return ModelPlan(
@@ -272,6 +276,27 @@ def take_formats(
             "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
         )
     return packed, None
+
+
+def with_new_tokens(
+    config: TrainConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedTokenizerBase, NewTokens | None]:
+    """The tokenizer with the tokens of --add_tokens, or of the adapter that training starts from, and these.
+
+    Lets the model's configuration have rows for them.
+    """
+    folder, tokens = Path(config.adapter or "").expanduser(), None
+    if config.adapter and (ids := read_adapter(folder).token_ids):
+        if (folder / "tokenizer_config.json").is_file():
+            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+        tokens = NewTokens(ids)
+        if not {*add_tokens(tokenizer, config.add_tokens, 0)[1].ids} <= {*ids}:
+            raise UserError(f"--adapter {folder} has other new tokens than --add_tokens: leave that out.")
+    elif config.add_tokens:
+        tokenizer, tokens = add_tokens(tokenizer, config.add_tokens, model_config.get_text_config().vocab_size)
+    if tokens:
+        tokens.grow(model_config)
+    return tokenizer, tokens
 
 
 def layer_options(

@@ -29,7 +29,7 @@ from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.image_processor import ImageProcessor
-from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default
+from fsdp_qlora.data.text.rendering import CHAT, TEMPLATE, describe_default, describe_lack
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import all_gather_via_store
@@ -120,6 +120,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
+    if lack := describe_lack(prompt, tokenizer):
+        log.warning("%s", lack)
     is_open = config.auto or config.context_parallel_size == "auto"
     chosen = choose_settings(config, model, data, store) if is_open else {}
     chosen |= {"context_length": config.context_length}

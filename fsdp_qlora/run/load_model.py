@@ -34,6 +34,7 @@ from fsdp_qlora.export.save_results import ResultForm, save_adapter
 from fsdp_qlora.model.adapters.first_values import LiveValues, initialize_adapters, set_magnitudes
 from fsdp_qlora.model.adapters.insert import fill_start, reduces_base
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.adapters.token_rows import start_token_rows, with_token_rows
 from fsdp_qlora.model.architecture.fused import describe_fused
 from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_apart
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
@@ -81,7 +82,8 @@ def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> Non
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
     files = WeightFiles(plan.folder, plan.stored, packed=plan.packed)
-    return match_tensors(plan.meta.model, files, packed=plan.packed is not None)
+    grown = [f"{path}.weight" for path in with_token_rows(plan.meta.model)]
+    return match_tensors(plan.meta.model, files, packed=plan.packed is not None, grown=grown)
 
 
 def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
@@ -134,6 +136,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     else:
         load(weights=weights)
     set_magnitudes(model, mesh)
+    start_token_rows(model, mesh)
     if pretrained:
         fill_from(model, pretrained, mesh, ranks.device, init=init)
     fill_start(model)

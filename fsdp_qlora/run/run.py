@@ -49,7 +49,7 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.fit import fit_on_gpu
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.placement import PlacedModel, check_resources
-from fsdp_qlora.planning.plan import read_model
+from fsdp_qlora.planning.plan import read_model, with_new_tokens
 from fsdp_qlora.planning.run_plan import (
     Measured,
     Plan,
@@ -172,6 +172,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
 def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
     folder, model_config, tokenizer = read_model(config)
+    tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
     options, longest = data_options(config, folder, tokenizer), models.most_positions(model_config)
     data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     sides = ("student", "teacher") if config.objective == "distill" else ()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.shards import own_rows, padded_rows, shard_bounds, shard_size
 from fsdp_qlora.model.adapters.insert import adapter_modules, magnitudes
+from fsdp_qlora.model.adapters.token_rows import attach_token_rows
 from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts
@@ -54,6 +55,7 @@ def shard_model(
     Args:
         on_host: from `ModelParts.on_host`.
     """
+    attach_token_rows(parts.model)
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

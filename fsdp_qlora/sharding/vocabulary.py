@@ -30,6 +30,7 @@ from fsdp_qlora.distributed.shards import (
     shard_rank,
     shard_size,
 )
+from fsdp_qlora.model.adapters.token_rows import TokenRows
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.sharding.host_memory import SideStream
 
@@ -140,7 +141,8 @@ def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.A
 def _has_frozen_rows(module: nn.Module, num_shards: int, param_dtype: torch.dtype | None) -> bool:
     """Whether a module's only parameter is a frozen weight of which every rank has a row."""
     weight: torch.Tensor | None = getattr(module, "weight", None)
-    if weight is None or len(list(module.parameters())) > 1 or weight.requires_grad:
+    frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]  # not new tokens' rows
+    if weight is None or len(frozen) != 1 or weight.requires_grad:
         return False
     first, last = shard_bounds(weight.shape[0], rank=num_shards - 1, size=num_shards)
     return param_dtype in (None, weight.dtype) and first < last
@@ -298,19 +300,20 @@ class SharedHead(_RowExchange):
         self._side: SideStream | None = None
         self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self.counts: Sequence[int] | None = None
+        self.new_rows: TokenRows | None = getattr(module, "new_rows", None)
         last_block.register_forward_pre_hook(self._bring)
         module.register_forward_pre_hook(self._enter)
         module.register_forward_hook(self._exchange)
 
     def rows(self) -> torch.Tensor:
-        """The rank's rows, on the device."""
+        """The rank's rows, on the device, with those of new tokens as they are now."""
         self._bring()
-        if self._copied is None:
-            return self.own_rows()
-        (rows, copied), self._copied = self._copied, None
-        assert self._side is not None
-        self._side.compute_waits(copied)
-        return rows
+        rows = self.own_rows()
+        if self._copied is not None:
+            (rows, copied), self._copied = self._copied, None
+            assert self._side is not None
+            self._side.compute_waits(copied)
+        return self.new_rows.write_into(rows, self.first) if self.new_rows else rows
 
     @torch.no_grad()
     def _bring(self, *_: Any) -> None:

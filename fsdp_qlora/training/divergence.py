@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_qlora.model.adapters.token_rows import TokenRows
 from fsdp_qlora.sharding.vocabulary import SharedHead
 
 LEAST = 1e-30  # the least probability of an outcome, whose logarithm is taken
@@ -21,8 +22,8 @@ class WholeVocabulary:
 
     first = 0
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, new_rows: TokenRows | None = None) -> None:
+        self.vocabulary, self.new_rows = vocabulary, new_rows
 
     def all_gather(self, values: Tensor) -> Tensor:
         return values

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from fsdp_qlora.model.architecture.models import can_skip_logits
-from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
+from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training import divergence
 from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, WholeVocabulary
 from fsdp_qlora.utils.errors import UserError
@@ -96,10 +96,13 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     def loss_of_hidden(self: nn.Module, hidden: Tensor, targets: Tensor, *, reduction: Reduction = "sum") -> Tensor:
         weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
+        whole = WholeVocabulary(len(weight), getattr(self, "new_rows", None))
+        if whole.new_rows and not shared:
+            whole.new_rows.write_into(weight)
         if reduction == "sum":
-            return chunked_loss(hidden, weight, bias, targets, form, shared)
+            return chunked_loss(hidden, weight, bias, targets, form, shared or whole)
         if isinstance(reduction, Likeliest):
-            return likeliest_tokens(hidden, weight, bias, form, reduction, shared or WholeVocabulary(len(weight)))
+            return likeliest_tokens(hidden, weight, bias, form, reduction, shared or whole)
         policy, *reference = hidden.split(len(targets))
         if isinstance(reduction, Teacher) and reference:
             reduction = reduction._replace(hidden=reference.pop().detach())
@@ -139,7 +142,7 @@ def chunked_loss(
     bias: Tensor | None,
     targets: Tensor,
     form: LogitForm,
-    shared: SharedHead | None = None,
+    shared: Vocabulary | None = None,
     *,
     reduction: Reduction = "sum",
 ) -> Tensor:
@@ -150,6 +153,7 @@ def chunked_loss(
 
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
+            Its rows of new tokens, which `weight` has too, get gradients.
         reduction: "none" gives each token's, [N], instead of the sum. "entropy" gives those
             and, without gradient, the entropies of the whole distributions, [2, N]; a teacher the divergence from it
             and, without gradient, the agreement with it, [2, N]. A head that trains has the gradient of the sum alone.
@@ -158,10 +162,11 @@ def chunked_loss(
     request = _Request(form, vocabulary, None if reduction in ("sum", "none") else [], teacher)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    rows = vocabulary.new_rows.trainable_tokens_delta if vocabulary.new_rows else None
     with torch.autocast(kind, enabled=False):
         hidden = hidden.to(dtype)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-            losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, request)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias, rows)):
+            losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, rows, (targets, request))
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
     if reduction != "sum":
@@ -194,11 +199,12 @@ class _Gradients(NamedTuple):
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    rows: Tensor | None = None
     scale: float = 1.0
 
     @property
     def any(self) -> bool:
-        return self.hidden is not None or self.weight is not None or self.bias is not None
+        return any(gradient is not None for gradient in self[:4])
 
     def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> None:
         """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
@@ -209,6 +215,10 @@ class _Gradients(NamedTuple):
                 self.weight.addmm_(grad.T, hidden)
             else:
                 self.weight.add_(grad.T @ hidden)
+        if self.rows is not None and vocabulary.new_rows:
+            own = vocabulary.new_rows.among(vocabulary.first, grad.shape[1])
+            outputs = grad[:, vocabulary.new_rows.indices[own] - vocabulary.first]
+            self.rows[own].add_(outputs.T @ hidden)
         if self.bias is not None:
             self.bias.add_(grad.sum(dim=0, dtype=torch.float32))
 
@@ -221,25 +231,26 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, request: _Request
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, of: tuple[Tensor, _Request]
     ) -> Tensor:
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        of_hidden, of_weight, of_bias, of_rows = ctx.needs_input_grad[:4]
         ctx.gradients = _Gradients(
             torch.empty_like(hidden) if of_hidden else None,
             torch.zeros_like(weight) if of_weight else None,
             torch.zeros_like(bias) if of_bias and bias is not None else None,
+            torch.zeros_like(rows) if of_rows and rows is not None else None,
             _FP16_SCALE if hidden.dtype == torch.float16 else 1.0,
         )
-        return _losses_of_chunks(hidden, weight, bias, targets, request, ctx.gradients)
+        return _losses_of_chunks(hidden, weight, bias, *of, ctx.gradients)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         of_tokens = grads[0] / gradients.scale
-        factors = (of_tokens[:, None], of_tokens[0], of_tokens[0])
-        pairs = zip(gradients[:3], factors, strict=True)
-        return *(None if gradient is None else gradient.mul_(factor) for gradient, factor in pairs), None, None
+        factors = (of_tokens[:, None], *[of_tokens[0]] * 3)
+        pairs = zip(gradients[:4], factors, strict=True)
+        return *(None if gradient is None else gradient.mul_(factor) for gradient, factor in pairs), None
 
 
 def _losses_of_chunks(

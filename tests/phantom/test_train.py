@@ -68,6 +68,12 @@ CASES: dict[str, Case] = {
     "2 blocks of 4 offloaded, full": Case({"use_cpu_offload": 2, "train_type": "full"}),
     "both offloads": Case({**OFFLOAD, "recompute": "offload"}),
     "everything left to auto": Case({"recompute": "auto", "sharding_strategy": "auto"}),
+    "new tokens": Case({"add_tokens": "<new>,sort", **OFFLOAD}),
+    "new tokens, hybrid": Case({"add_tokens": "<new>,sort", "sharding_strategy": "hybrid_full_shard"}, 4, machines=2),
+    "new tokens, ddp, tied": Case(
+        {"add_tokens": "<new>,sort", "sharding_strategy": "ddp", **OFFLOAD},
+        model=("llama", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    ),
     "embeddings and head trained": Case({"modules_to_save": "embed_tokens,lm_head", **OFFLOAD}),
     "dropout, LoRA+": Case({"deterministic": True, "lora_dropout": 0.1, "loraplus_lr_ratio": 16}),
     "answers of the model itself": Case(

@@ -176,8 +176,8 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
     raise UserError(
         f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
-        f"has {vocab_size} embeddings. The tokenizer is not this model's; or, if tokens were added to it, give a model "
-        "that was saved after model.resize_token_embeddings(len(tokenizer)), and train them with --modules_to_save."
+        f"has {vocab_size} embeddings. The tokenizer is not this model's; if tokens were added to it, give the model "
+        "with its own tokenizer, and name them in --add_tokens."
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -191,6 +192,15 @@ def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
     if record["kind"] == CHAT:
         return f"Prompts: the chat template that the model was made for (--prompt_template {name} for plain text)"
     return f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for that)"
+
+
+def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line, if a chat template of `prompt_record` writes special tokens that the tokenizer lacks; else empty."""
+    template = str(record.get("chat_template") or tokenizer.chat_template) if record["kind"] == CHAT else ""
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>", template))
+    lacked = [token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1]
+    advice = f"--add_tokens '{','.join(lacked)}' adds them, and trains their rows."
+    return f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}" if lacked else ""
 
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:

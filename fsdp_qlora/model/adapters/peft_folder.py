@@ -21,7 +21,7 @@ PREFIX = "base_model.model."  # begins the names of the tensors
 # Unsupported settings of LoRA -> their neutral values besides null.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,)),
-    **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), ([], {})),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([], {})),
     **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},)),
 }
 # Initial values that change the base: PEFT saves the adapter for the changed base unless it is asked to convert it.
@@ -40,7 +40,8 @@ class PretrainedAdapter:
     """An adapter that training starts from.
 
     kind: lora or dora. base_name: the base model in its configuration. options: option -> value that the adapter
-    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one.
+    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one. token_ids:
+    the tokens whose rows train.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class PretrainedAdapter:
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     record: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()
 
     @property
     def weights(self) -> Path:
@@ -76,12 +78,22 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
         names=names,
         shapes=shapes,
         record=record,
+        token_ids=token_ids(folder, config),
     )
+
+
+def token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Read trainable_token_indices. Raises UserError unless embedding and head have the same, in ascending order."""
+    indices = config.get("trainable_token_indices") or []
+    ids, *others = list(indices.values()) if isinstance(indices, dict) else [indices]
+    if any(other != ids for other in others) or ids != sorted({*ids}):
+        raise UserError(f"--adapter {folder} has trainable_token_indices {indices}: not one list in ascending order.")
+    return tuple(ids)
 
 
 def tensor_differences(actual: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
     """The differences between an adapter's tensors (name -> shape) and those of a model's adapter, a line for each."""
-    twice = re.compile(r"\.(modules_to_save|original_module)\.")  # PEFT's, beside X.weight, for a grown vocabulary
+    twice = re.compile(r"\.(modules_to_save|original_module|token_adapter)\.")  # PEFT's, for a grown vocabulary
     differences = {
         "it lacks": [name for name in expected if name not in actual],
         "this model's adapter has no": [name for name in actual if name not in expected and not twice.search(name)],

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.lora import LoraLinear
+from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
@@ -118,6 +119,7 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the weight files -> target, for every tensor of the model that the files contain."""
     targets: dict[str, _Target] = {}
     not_in_files = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    not_in_files |= {parameter for _, rows in with_token_rows(model).values() for parameter in rows.parameters()}
     for weight, layer in quantized_layers(model).items():
         not_in_files.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
         targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
@@ -344,10 +346,13 @@ class _Match(NamedTuple):
     left_out: list[str]
 
 
-def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = False) -> Weights:
+def match_tensors(
+    model: PreTrainedModel, files: WeightFiles, *, packed: bool = False, grown: Collection[str] = ()
+) -> Weights:
     """Find every tensor that the model needs in the files of a model folder.
 
     Args:
+        grown: parameters that may have more rows than in the files.
         packed: whether the weights in the files are quantized already, in the format of the layers.
     Raises:
         UserError: tensors are missing, unknown, have the wrong shape or are no floats; each is named with its file.
@@ -362,6 +367,9 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     for tensor in match.merged.values():
         if not tensor.missing():
             tensor.define(files)
+    for name in {*grown} & match.sources.keys():
+        if shape := targets[name].shape:
+            files.grow(match.sources[name], shape)
     if problems := list(_problems(match, files, targets)):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(

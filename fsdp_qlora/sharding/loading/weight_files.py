@@ -130,6 +130,13 @@ class WeightFiles:
         self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0].name), shape)
         self.files[name] = self.files[parts[0].name]
 
+    def grow(self, name: str, shape: torch.Size) -> None:
+        """Let a matrix have as many rows as this shape, the further ones copies of its first."""
+        size = self.shape(name).numel()
+        if shape[1:] == self.shape(name)[1:] and size < shape.numel():
+            counts = [min(size, shape.numel() - at) for at in range(0, shape.numel(), size)]
+            self.join(name, [part for count in counts for part in self._whole_tensors(name, 0, count)], shape)
+
     def whole(self, name: str) -> TensorSlice:
         """All elements of a tensor."""
         return TensorSlice(name, 0, self.shape(name).numel())
