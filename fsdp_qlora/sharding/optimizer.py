@@ -148,11 +148,12 @@ class ShardedOptimizer:
         if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, **options: Any) -> None:
+        """Update the weights. options: of the parameter groups, such as betas, from now on."""
         if self.optimizer is None:
             return
         for group in self._groups:
-            group["lr"] = lr * group["lr_scale"]
+            group.update(options, lr=lr * group["lr_scale"])
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -186,6 +187,11 @@ class ShardedOptimizer:
         # torch's optimizers count steps on the CPU, but for fused kernels.
         is_on_host = value.dim() == 0 and not self._group_of[local].get("fused")
         return value.to("cpu" if is_on_host else local.device, copy=True)
+
+    def forget(self) -> None:
+        """Drop the values of all parameters, as before the first step."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
 
     def room_for_state(self) -> list[torch.Tensor]:
         """Memory like the state that the first step will allocate; nothing if there is state already.

@@ -153,11 +153,23 @@ def token_logprobs(forward: ForwardPass, table: TokenizedRows, *, at_start: bool
 
     Called on every rank, with the same rows.
     """
+    with as_at_start(adapted_layers(forward.model) if at_start else ()):
+        return 0 - _by_token(forward, table, "none", width=1)[:, 0]
+
+
+def likeliest_of_tokens(forward: ForwardPass, table: TokenizedRows, wanted: Likeliest) -> np.ndarray:
+    """The likeliest tokens in the place of each learned token: `divergence.likeliest` of [tokens], 0 of others.
+
+    Called on every rank, with the same rows.
+    """
+    return _by_token(forward, table, wanted, width=2 * wanted.k + 1)
+
+
+def _by_token(forward: ForwardPass, table: TokenizedRows, reduction: Reduction, *, width: int) -> np.ndarray:
     table = dataclasses.replace(table, advantages=np.zeros(len(table), np.float32))
     # In the micro-batches of the step: in 16 bits another shape takes another kernel, which rounds differently.
     batches = forward.collator.lay_out_step(table, np.arange(len(table)))
-    with as_at_start(adapted_layers(forward.model) if at_start else ()):
-        return 0 - _by_target(forward, batches, "none", np.zeros((len(table.input_ids), 1), np.float32))[:, 0]
+    return _by_target(forward, batches, reduction, np.zeros((len(table.input_ids), width), np.float32))
 
 
 @torch.no_grad()

@@ -103,7 +103,7 @@ class Trainer:
         self.model.train()
         with self.forward.attending():
             for index, micro_batch in enumerate(batches):
-                self._prepare(step, index, is_last=index == len(batches) - 1)
+                self.prepare(step, index, is_last=index == len(batches) - 1)
                 numbers = self._loss(micro_batch, totals)
                 # FSDP2 averages gradients over ranks; the factor turns that into a sum.
                 (numbers[0] * (scale * self.ranks.world_size / totals.divisor)).backward()
@@ -138,7 +138,7 @@ class Trainer:
         losses, on_device = self.forward.token_losses(micro_batch, reduction=self.objective.reduction)
         return self.objective.measure(losses, on_device, totals)
 
-    def _prepare(self, step: int, index: int, *, is_last: bool) -> None:
+    def prepare(self, step: int, index: int, *, is_last: bool) -> None:
         """Before this rank's micro-batch: signs of life, gradient synchronization and randomness."""
         self.heartbeat.beat(step, "compute")
         self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)

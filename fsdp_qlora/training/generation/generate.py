@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -156,12 +157,16 @@ class SamplingOptions:
 
     temperature: 0 takes the most likely token. top_p: only the most likely tokens with this probability together are
     drawn from (Holtzman et al. 2020). seed: of the draws; those of a prompt depend on it and the prompt's number only.
+    top_k: only so many tokens are drawn from, 0 for all. plain_logps: log-probabilities are the model's own, whatever
+    the temperature and which tokens are drawn from.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    plain_logps: bool = False
 
 
 class Draws:
@@ -170,19 +175,22 @@ class Draws:
     `generate(do_sample=True)` draws from torch's own random state: answers would depend on the others in their batch.
 
     Args:
-        numbers: of the prompts in the batch.
+        seeds: of the prompts in the batch.
     Attributes:
-        logps: log-probabilities of each call's tokens among those drawn from, float32 [B, 1].
+        logps: log-probabilities of each call's tokens, float32 [B, 1].
     """
 
-    def __init__(self, options: SamplingOptions, numbers: Sequence[int]) -> None:
-        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(float(options.temperature))]
+    def __init__(self, options: SamplingOptions, seeds: Sequence[int]) -> None:
+        self._seeds, self._is_plain, temperature = seeds, options.plain_logps, float(options.temperature)
+        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)] if temperature else []
+        top_k = options.top_k if temperature else 1  # the likeliest
+        self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
         self._warpers += [TopPLogitsWarper(float(options.top_p))] if options.top_p < 1 else []  # it sorts
-        self._seeds = [derive_seed("generate", options.seed, prompt) for prompt in numbers]
         self._sources: list[torch.Generator] = []
         self.logps: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        plain = scores
         for warper in self._warpers:
             scores = warper(input_ids, scores)
         self._sources = self._sources or [torch.Generator(scores.device).manual_seed(seed) for seed in self._seeds]
@@ -192,7 +200,8 @@ class Draws:
         # The first of exponential variables whose rates are the probabilities, as in torch.multinomial.
         probabilities = scores.float().softmax(dim=-1)
         drawn = (probabilities / noise).argmax(dim=-1, keepdim=True)
-        self.logps.append(probabilities.gather(1, drawn).log())
+        logps = plain.float().log_softmax(dim=-1).gather(1, drawn) if self._is_plain else None
+        self.logps.append(probabilities.gather(1, drawn).log() if logps is None else logps)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
@@ -253,11 +262,12 @@ class TextGenerator:
         prompts: Mapping[int, Sequence[int]],
         show: Callable[[Completion], object] = lambda completion: None,
         beat: Callable[[], object] = lambda: None,
+        seeds: Mapping[int, int] | None = None,
     ) -> dict[int, Completion]:
         """Complete this rank's prompts. Called on every rank: one that has none takes part until all have ended.
 
         Args:
-            prompts: index -> token ids.
+            prompts: index -> token ids. seeds: of their draws, else as the options say.
             show: called with a completion after each of its tokens. beat: called after each forward pass,
                 on every rank; may raise, if on all of them.
         """
@@ -280,9 +290,8 @@ class TextGenerator:
         def beaten(*_: Any) -> None:
             beat()
 
-        draws = [Draws(self._options, [*batch])] if self._options.temperature else []
+        draws, beating = self._draws([*batch], seeds or {}), model.register_forward_hook(beaten)
         counts = gather_numbers([len(batch)], device).flatten().int().tolist()
-        beating = model.register_forward_hook(beaten)
         # The model's own one may ask for sampling or penalties.
         model_config, model.generation_config = model.generation_config, GenerationConfig()
         head = shared_head_of(model)
@@ -308,6 +317,31 @@ class TextGenerator:
             for index, logps in zip(batch, torch.cat(drawn.logps, dim=1).tolist(), strict=True):
                 made[index] = made[index]._replace(logps=logps[: len(made[index].token_ids)])
         return made if prompts else {}
+
+    def answer_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        at_a_time: int,
+        beat: Callable[[], object],
+        seeds: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, each on one rank. Called on every rank with all of them, and returns all completions.
+
+        Args:
+            at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for `generate`.
+        """
+        number_of_ranks, own = self.ranks.world_size, dict[int, Completion]()
+        places = range(self.ranks.rank, len(prompts), number_of_ranks)
+        for first in range(0, -(-len(prompts) // number_of_ranks), at_a_time):  # as often on every rank
+            chosen = places[first : first + at_a_time]
+            own_seeds = {place: seeds[place] for place in chosen} if seeds else None
+            own |= self.generate({place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds)
+        return gather_completions(own, torch.device("cpu"))
+
+    def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
+        """One if tokens are drawn, or their log-probabilities wanted."""
+        own = [seeds.get(number, derive_seed("generate", self._options.seed, number)) for number in numbers]
+        return [Draws(self._options, own)] if self._options.temperature or self._options.plain_logps else []
 
 
 def gather_completions(own: Mapping[int, Completion], device: torch.device) -> list[Completion]:

@@ -41,7 +41,6 @@ from fsdp_qlora.training.generation.generate import (
     SamplingOptions,
     Stops,
     TextGenerator,
-    gather_completions,
 )
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.utils.files import record_of
@@ -127,14 +126,8 @@ class EmbeddedEngine:
     def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
         seed = derive_seed("rollouts", self.options.seed, generation)
         generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
-        rank, number_of_ranks, count = self.ranks.rank, self.ranks.world_size, len(prompts)
-        places, own = range(rank, count, number_of_ranks), dict[int, Completion]()
-        beat = partial(check_stop, self.control, self.ranks, version)
         with self.gathered():
-            for first in range(0, -(-count // number_of_ranks), self.at_a_time):  # as often on every rank
-                batch = {place: prompts[place] for place in places[first : first + self.at_a_time]}
-                own |= generator.generate(batch, beat=beat)
-        return gather_completions(own, _BY_GLOO)
+            return generator.answer_all(prompts, self.at_a_time, partial(check_stop, self.control, self.ranks, version))
 
 
 class RequestFailed(Exception):
