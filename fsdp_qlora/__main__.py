@@ -14,8 +14,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora import __version__
-from fsdp_qlora.commands import inference, models, plan, tools, train
-from fsdp_qlora.utils.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
+from fsdp_qlora.commands import inference, models, plan, serve, tools, train
+from fsdp_qlora.utils.errors import (
+    ENDINGS,
+    LostRank,
+    RunStopped,
+    TrainingError,
+    UserError,
+    how_it_ends,
+    paths_refused,
+    print_error,
+)
 from fsdp_qlora.utils.redact import guard_output, lost_output
 from fsdp_qlora.utils.text import LineHandler, quiet_libraries
 
@@ -49,6 +58,7 @@ COMMANDS = {
     "evaluate": Command(
         "measure loss and perplexity, or lm-eval tasks", inference.evaluate, inference.evaluate_options
     ),
+    "serve": Command("serve training to programs of their own loops", serve.run, serve.add_options),
     "report": Command("draw the curves of runs in one HTML file", tools.report, tools.report_options),
     "quantize": Command("save a model in 4 bits", models.quantize, models.quantize_options),
     "expand": Command("insert identity blocks to train (LLaMA Pro)", models.expand, models.expand_options),
@@ -58,7 +68,7 @@ COMMANDS = {
     "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),
 }
 # The commands whose `training_options` may hold words for `parse_train_config`.
-_TAKE_TRAINING_OPTIONS = ("plan", "export", "merge", "generate", "evaluate")
+_TAKE_TRAINING_OPTIONS = ("plan", "export", "merge", "generate", "evaluate", "serve")
 
 
 def program() -> int:
@@ -72,7 +82,7 @@ def main(argv: list[str]) -> int:
     try:
         with paths_refused():
             status = _choose(argv)
-    except (UserError, TrainingError, LostRank) as error:
+    except (UserError, TrainingError, LostRank, RunStopped) as error:
         print_error(error)
         status = how_it_ends(error).exit_code
     except KeyboardInterrupt:

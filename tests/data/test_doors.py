@@ -126,7 +126,7 @@ sharding.loading.weight_files:_buffer
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
         distributed.supervision.watchdog:Watchdog._end_hanging observability.metric_log:JsonlSink.__init__
         utils.files:flush utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
-        utils.safetensors_files:write_tensors
+        utils.safetensors_files:write_tensors service.rooms:Rooms._read service.rooms:Rooms.load
     """,
     "the user's own token, where the hub's client reads it": "utils.redact:_secrets",
 }

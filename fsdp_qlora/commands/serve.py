@@ -1,0 +1,49 @@
+"""`fsdp-qlora serve`: its options, and the processes that it starts."""
+
+import argparse
+import importlib.util
+import os
+from pathlib import Path
+
+from fsdp_qlora.commands.run_config import parse_train_config
+from fsdp_qlora.distributed.supervision.launch import importing, relaunch_if_needed, set_torch_variables
+from fsdp_qlora.utils.errors import UserError
+
+_DEFAULTS = {"--lora_rank": "32", "--batching": "packed"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", required=True, metavar="DIR", help="for adapters and what clients have asked")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here")
+    parser.add_argument("--api_key", metavar="KEY", help="that requests must have (default: TINKER_API_KEY, else none)")
+    parser.add_argument("--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)")
+
+
+def run(args: argparse.Namespace) -> int | None:
+    """Serve training to programs that speak Tinker's protocol, on these GPUs: forward and backward passes, optimizer
+    steps, samples and checkpoints of many adapters over one base, which is loaded as for a run. Every option of
+    training about the model, memory and supervision may be given, such as --model_name, --train_type,
+    --nproc_per_node, --use_cpu_offload and --save_every. --lora_rank (32) is the largest of an adapter,
+    --context_length (4096, or the model's) that of a row, and --batch_size times it are the tokens of a pass.
+    """
+    if missing := [name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
+    if args.max_models < 1:
+        raise UserError("--max_models is 1 or more.")
+    given = {word.partition("=")[0] for word in args.training_options}
+    defaults = [part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)]
+    config = parse_train_config([*args.training_options, *defaults, "--output_dir", args.folder])
+    set_torch_variables()
+    if not config.is_preview:
+        status = relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", "serve"))
+        if status is not None:
+            return status
+    with importing():
+        from fsdp_qlora.distributed.process_group import process_group_closed
+        from fsdp_qlora.run.serve import Address, serve
+
+    key = args.api_key or os.environ.get("TINKER_API_KEY")
+    with process_group_closed():
+        serve(config, Address(args.host, args.port, Path(args.folder).expanduser(), args.max_models, key))
+    return None

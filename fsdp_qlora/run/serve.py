@@ -1,0 +1,206 @@
+"""One rank's service from start to end: plan, load, then one order after the other, until it is asked to stop."""
+
+import dataclasses
+import functools
+import json
+import logging
+import socket
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import uvicorn
+
+from fsdp_qlora.config.marks import save_times
+from fsdp_qlora.config.options import MOST_OF_AUTO, TrainConfig
+from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
+from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
+from fsdp_qlora.data.run_data import RunData
+from fsdp_qlora.distributed.device import configure_kernels
+from fsdp_qlora.distributed.process_group import (
+    all_gather_strings,
+    gather_numbers,
+    release_cached_memory,
+    start_process_group,
+)
+from fsdp_qlora.distributed.ranks import Ranks, read_ranks, set_up_logging
+from fsdp_qlora.distributed.store import connect, kept_until_all_connect
+from fsdp_qlora.distributed.supervision import exits
+from fsdp_qlora.distributed.supervision.presence import Presence
+from fsdp_qlora.distributed.supervision.stops import Control, Signals
+from fsdp_qlora.distributed.supervision.watchdog import Watchdog
+from fsdp_qlora.model.adapters.insert import adapter_parameters
+from fsdp_qlora.model.architecture import models
+from fsdp_qlora.planning.placement import PlacedModel, least_free, place
+from fsdp_qlora.planning.plan import Machine, plan_model
+from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.search import PlanReport
+from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
+from fsdp_qlora.service.app import App, Served
+from fsdp_qlora.service.desk import Desk
+from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.records import Records
+from fsdp_qlora.service.rooms import Rooms
+from fsdp_qlora.service.worker import Order, RequestTargets, Worker
+from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.utils.errors import RunStopped, UserError
+from fsdp_qlora.utils.text import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+_PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
+_BY_GLOO = torch.device("cpu")  # a GPU would be busy while ranks wait
+_LESS_MEMORY = "a smaller --context_length or --batch_size, --use_cpu_offload true, more or larger GPUs"
+_BYTES_PER_WEIGHT = 16  # of an adapter in host memory: value, gradient and two moments in float32
+
+
+class Address(NamedTuple):
+    """Where a service listens, and what it keeps.
+
+    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that requests must have.
+    """
+
+    host: str
+    port: int
+    folder: Path
+    most_models: int
+    api_key: str | None
+
+
+def serve(config: TrainConfig, address: Address) -> None:
+    """Serve one base to many clients. Called on every rank.
+
+    Raises:
+        UserError: the options, the model, the folder or the port cannot be used.
+        RunStopped: it was asked to stop. Others as of `run.run`.
+    """
+    configure_kernels()
+    ranks = read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
+    set_up_logging(ranks, verbose=config.verbose)
+    if config.dry_run:
+        _plan(config, ranks, None, address)
+        return
+    signals, minutes, desk = Signals(), max(30, 2 * config.hang_minutes), None
+    store = connect(ranks, timeout_minutes=minutes, wait_minutes=config.hang_minutes)
+    presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
+    with exits.aborting_others(presence), signals.handled():
+        with kept_until_all_connect(store, ranks):
+            opened = _opened(config, address) if ranks.is_rank_0 else None
+            config, placed = _plan(config, ranks, store, address)
+            weights = fetch_weights(config, placed.model, ranks, store)
+        start_process_group(ranks, store, layout=placed.layout, timeout_minutes=minutes)
+        control = Control(is_rank_0=ranks.is_rank_0, signals=signals)
+        with exits.loading_explained(ranks.rank, _LESS_MEMORY):
+            worker = _loaded(config, placed, weights, control, store)
+        if opened is not None:
+            desk = _start_server(config, worker.limits, *opened, address)
+        watchdog = Watchdog(control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder)
+        signals.is_starting = False
+        with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
+            _work(worker, desk, control)
+
+
+def _opened(config: TrainConfig, address: Address) -> tuple[Records, socket.socket]:
+    """The folder's records, and the socket to listen at: they may be refused, so they come first."""
+    records, own = Records(address.folder), {"model": config.base_name or config.model_name}
+    if (known := records.get("service", "base")) not in (None, own):
+        raise UserError(f"--folder {address.folder} has the adapters of {known['model']}. Give another folder.")
+    records.put("service", "base", own)
+    try:
+        return records, socket.create_server((address.host, address.port))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {address.host} --port {address.port}: {error}. Give others.") from error
+
+
+def _plan(
+    config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address
+) -> tuple[TrainConfig, PlacedModel]:
+    """Plan a step of rows as long as the options or the model allow, and log it with the memory of each adapter."""
+    machine = Machine.of(config, ranks)
+    plan = plan_model(config, machine, store)
+    most = models.most_positions(plan.config) or MOST_OF_AUTO
+    if config.context_length == "auto":
+        config = dataclasses.replace(config, context_length=min(most, MOST_OF_AUTO))
+    plain = (config.kind.adapter, config.rank_pattern, config.use_rslora, config.init_lora_weights, config.adapter)
+    if plain != ("lora", (), False, "true", None) or plan.trains_whole_modules:
+        raise UserError("serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora.")
+    placed = place(config, plan, store=store)
+    for line in PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1]).lines():
+        log.info("%s", line)
+    count = sum(parameter.numel() for _, parameter in adapter_parameters(plan.meta.model))
+    size = format_bytes(_BYTES_PER_WEIGHT * count // placed.layout.num_shards)
+    line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
+    log.info(line, config.lora_rank, address.most_models, size)
+    return config, placed
+
+
+def _loaded(config: TrainConfig, placed: PlacedModel, weights: Weights, control: Control, store: dist.Store) -> Worker:
+    """Load the model; on a GPU its longest rows are tried."""
+    plan, ranks, size = placed.model, placed.model.machine.ranks, config.batch_size
+    mesh = load_model(config, placed, weights, ranks)
+    release_cached_memory(ranks.device)
+    schedule = Schedule(
+        num_rows=1,
+        batch_size=size,
+        global_batch_size=1,
+        data_size=placed.layout.data_size,
+        num_epochs=1,
+        max_steps=1,
+        seed=config.seed,
+        batching=config.batching,
+        context_length=config.longest_row,
+    )
+    no_data, targets = RunData(NO_ROWS, np.arange(0), NO_ROWS), RequestTargets()
+    trainer = build_trainer(config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets)
+    if ranks.device.type == "cuda":
+        row = np.zeros(config.longest_row, np.int32)
+        table = join_completions([row[:1]] * size, [row[1:]] * size, np.arange(size))
+        trainer.try_longest(RowsInMemory(table, np.arange(size)))
+    about: dict[str, Any] = {"facts": {}, "run_id": None, "options": {}, "prompt": None}
+    limits = Limits(plan.meta.model.get_input_embeddings().num_embeddings, config.longest_row - 1)
+    free, beat = least_free(plan.machine, "the memory for answers", store), control.heartbeat.beat
+    rooms = Rooms(trainer, mesh, result_form(config, plan), about)
+    return Worker(rooms, placed, targets, limits, free, functools.partial(beat, 0, "compute"))
+
+
+def _start_server(
+    config: TrainConfig, limits: Limits, records: Records, listening: socket.socket, address: Address
+) -> Desk:
+    """Answer requests in a thread of rank 0; returns the desk that has the work."""
+    here, (steps, minutes) = Path(config.model_name).expanduser(), save_times(config.save_every)
+    names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]
+    most = {"most_rank": config.lora_rank, "most_models": address.most_models}
+    desk = Desk(records, address.folder, names, limits, **most, save_times=(steps, 60 * minutes))
+    tokenizer = str(here.resolve()) if here.is_dir() else config.model_name
+    app = App(desk, Served(names[0], tokenizer, limits.context_length, address.api_key))
+    desk.on_done = app.wake
+    server = uvicorn.Server(uvicorn.Config(app.api, log_level="warning"))
+    threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
+    host, port, *_ = listening.getsockname()
+    log.info("Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.", names[0], host, port)
+    return desk
+
+
+def _work(worker: Worker, desk: Desk | None, control: Control) -> None:
+    """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
+    while True:
+        order = desk.take(_PAUSE_SECONDS) if desk is not None else None
+        control.heartbeat.beat(0, "rows")
+        control.agree(gather_numbers(control.flags(0), _BY_GLOO))
+        if control.stop:
+            raise RunStopped(control.stop.state, f"The service has ended ({control.stop.reason}).")
+        text = all_gather_strings(json.dumps(order) if order else "", _BY_GLOO)[0]
+        if not text:
+            continue
+        received: Order = json.loads(text)
+        try:
+            results = worker.carry_out(received)
+        except UserError as error:
+            if desk is not None:
+                desk.refuse(str(error))
+        else:
+            if desk is not None:
+                desk.finish(received, results)

@@ -1,0 +1,75 @@
+"""The losses of the service's training requests: sums over tokens, never means.
+
+Each gets p, the log-probabilities of the targets [T], and the request's tensors, such as `logprobs`, the same of the
+policy that drew the tokens, and `advantages`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+Documents = Callable[[Tensor], Tensor]
+"""Values of tokens [T] -> at each token the sum over its document's tokens, [T]."""
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss. sum: of tokens, [T]. tensors: that a request must have. optional: tensors, 1 where they are missing.
+
+    config: numbers with their defaults.
+    """
+
+    sum: Callable[[Tensor, Values, Mapping[str, float], Documents], Tensor]
+    tensors: tuple[str, ...] = ("logprobs", "advantages")
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict)
+
+
+def _cross_entropy(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    return -p * given["weights"]
+
+
+def _importance_sampling(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    return -(p - given["logprobs"]).exp() * given["advantages"]
+
+
+def _clipped(ratio: Tensor, given: Values, config: Mapping[str, float]) -> Tensor:
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return -torch.minimum(ratio * given["advantages"], clipped * given["advantages"])
+
+
+def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    """Schulman et al. 2017."""
+    return _clipped((p - given["logprobs"]).exp(), given, config)
+
+
+def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    """Zheng et al. 2025, in its form for tokens: a document's ratio is the geometric mean of its tokens' ratios."""
+    mask = given["sequence_ratio_mask"]
+    total, count = documents((p.detach() - given["logprobs"]) * mask), documents(mask)
+    return _clipped((total / count.clamp(min=1) + p - p.detach()).exp(), given, config)
+
+
+def _cispo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    """MiniMax 2025."""
+    ratio = (p.detach() - given["logprobs"]).exp()
+    return -ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"]) * p * given["advantages"]
+
+
+def _dro(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
+    """Richemond et al. 2024."""
+    return 0.5 * config["beta"] * (p - given["logprobs"]).square() - p * given["advantages"]
+
+
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+LOSSES = {
+    "cross_entropy": Loss(_cross_entropy, (), ("weights",)),
+    "importance_sampling": Loss(_importance_sampling),
+    "ppo": Loss(_ppo, config=_CLIP),
+    "cispo": Loss(_cispo, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": Loss(_dro, config={"beta": 0.05}),
+    "gspo": Loss(_gspo, optional=("sequence_ratio_mask",), config=_CLIP),
+}

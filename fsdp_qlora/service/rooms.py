@@ -1,0 +1,243 @@
+"""The adapters of a service over one base: one is in the model's shards, the others are in host memory.
+
+The model's adapters have the service's rank. One of a smaller rank fills its first rows of A and columns of B, and the
+rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the product is that of the smaller rank.
+"""
+
+import copy
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.checkpoint.checkpoint import STATE, DamagedCheckpoint, publish_checkpoint, records_of, verify
+from fsdp_qlora.distributed.process_group import raise_on_all_ranks
+from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, store_rows
+from fsdp_qlora.export.save_results import ResultForm
+from fsdp_qlora.model.adapters.first_values import LiveValues, first_adapter_value
+from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, adapter_parameters
+from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
+from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
+from fsdp_qlora.training.trainer import LossScale, Trainer
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.files import write_json
+
+OPTIMIZER = "optimizer.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_OF_ATTENTION = ("attn", "attention", "mixer", "mamba", "conv", "ssm")
+
+
+@dataclass(eq=False)
+class Room:
+    """One adapter, and this rank's rows of it while another one is in the shards.
+
+    about: rank, seed, train_attn and train_mlp, as JSON. steps: of the optimizer. is_snapshot: it never trains.
+    """
+
+    about: Mapping[str, Any]
+    values: dict[str, Tensor]
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    steps: int = 0
+    is_snapshot: bool = False
+
+    @property
+    def rank(self) -> int:
+        return int(self.about["rank"])
+
+
+class Rooms:
+    """Puts adapters into a loaded model, and saves and loads them. Every rank makes the same calls.
+
+    Args:
+        form: of results, with the configuration of the widest adapter. identity: of the service, for training.json.
+    """
+
+    def __init__(self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, identity: Mapping[str, Any]) -> None:
+        self.trainer, self.mesh, self.form, self.identity = trainer, mesh, form, identity
+        self.parameters: dict[str, nn.Parameter] = dict(adapter_parameters(trainer.model))  # type: ignore[arg-type]
+        self.inside: Room | None = None
+        assert form.adapter is not None
+        self.widest, self.alpha = int(form.adapter.r), float(form.adapter.lora_alpha)
+        of_experts = [each for each in adapter_modules(trainer.model) if isinstance(each, ExpertsLora)]
+        self._experts = {each: lora.num_experts for lora in of_experts for each in lora.parameters()}
+        self._names = {parameter: name for name, parameter in self.parameters.items()}
+
+    # --- in and out of the shards ---
+
+    def enter(self, room: Room) -> None:
+        """Let the model compute with this adapter."""
+        if self.inside is room:
+            return
+        self._leave()
+        optimizer = self.trainer.optimizer
+        for name, parameter in self.parameters.items():
+            store_rows(parameter, room.values[name])
+            optimizer.set_state(parameter, room.state.get(name, {}))
+            if name in room.gradients:
+                parameter.grad = torch.empty_like(parameter)
+                store_rows(parameter.grad, room.gradients[name])
+        scaling = self.alpha / room.rank
+        for layer in adapted_layers(self.trainer.model):
+            (layer if isinstance(layer, LoraExperts) else layer.lora).scaling = scaling
+        room.state, room.gradients, self.inside = {}, {}, room
+        self.trainer.loss_scale = room.scale
+
+    def _leave(self) -> None:
+        room, optimizer = self.inside, self.trainer.optimizer
+        if room is not None and not room.is_snapshot:
+            for name, parameter in self.parameters.items():
+                room.values[name] = local_part(parameter).detach().to("cpu", copy=True)
+                state = optimizer.state_of(parameter).items()
+                room.state[name] = {key: _on_host(value) for key, value in state}
+                if parameter.grad is not None:
+                    room.gradients[name] = local_part(parameter.grad).to("cpu", copy=True)
+        optimizer.zero_grad()
+        optimizer.forget()
+        self.inside = None
+
+    def frozen(self, room: Room) -> list[nn.Parameter]:
+        """The adapters that a room leaves as they are, of the layers that its request excludes."""
+        return [parameter for name, parameter in self.parameters.items() if not self._trains(room, name)]
+
+    @staticmethod
+    def _trains(room: Room, name: str) -> bool:
+        is_attention = any(word in part for part in name.split(".") for word in _OF_ATTENTION)
+        return bool(room.about["train_attn"] if is_attention else room.about["train_mlp"])
+
+    # --- made and saved ---
+
+    def make(self, about: Mapping[str, Any]) -> Room:
+        """A new adapter: A random by its seed, B zero; rank 0 is the base, where A is zero too."""
+        rank, values = about["rank"], {}
+        for name, parameter in self.parameters.items():
+            shape = self._narrow(parameter, torch.empty(parameter.shape, device="meta"), max(1, rank)).shape
+            whole = first_adapter_value(name, shape, seed=about["seed"]) * (rank > 0)
+            values[name] = self._own(parameter, whole)
+        about = {**about, "rank": max(1, rank)}
+        return Room(about, values, scale=LossScale(enabled=self.trainer.loss_scale.enabled), is_snapshot=rank == 0)
+
+    def save(self, room: Room, folder: Path, *, with_optimizer: bool) -> None:
+        """Save an adapter: PEFT's files, those of the optimizer, state.json and hashes, complete or not at all.
+
+        Raises:
+            TrainingError: on every rank, if it cannot be written.
+        """
+        self.enter(room)
+        model, ranks = self.trainer.model, self.trainer.ranks
+        staging, config = folder.with_name(f".{folder.name}.writing"), copy.copy(self.form.adapter)
+        assert config is not None
+        config.r, config.lora_alpha = room.rank, self.form.adapter.lora_alpha  # type: ignore[union-attr]
+        if ranks.is_rank_0:
+            shutil.rmtree(staging, ignore_errors=True)
+        values = _Narrowed(self, room, model, keeps=ranks.is_rank_0)
+        with raise_on_all_ranks(TrainingError, ranks.device):
+            form, progress = dataclasses.replace(self.form, adapter=config), {"step": room.steps}
+            form.save(values, staging, about=self.identity, progress=progress)
+        moments = self._moments(room) if with_optimizer and room.steps else {}
+        with raise_on_all_ranks(TrainingError, ranks.device):
+            if ranks.is_rank_0:
+                try:
+                    if moments:
+                        save_file(moments, staging / OPTIMIZER)
+                    state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
+                    write_json(staging / STATE, {**state, "has_optimizer": with_optimizer})
+                    files = [path for path in staging.rglob("*") if path.is_file()]
+                    names = [path.relative_to(staging).as_posix() for path in files]
+                    shutil.rmtree(folder, ignore_errors=True)
+                    publish_checkpoint(staging, folder, dict(zip(names, records_of(files), strict=True)))
+                except (OSError, SafetensorError) as error:
+                    raise TrainingError(f"{folder} cannot be written ({error}).") from error
+
+    def load(self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None) -> Room:
+        """Load a saved adapter; without the optimizer it starts its steps anew.
+
+        Args:
+            about: of the model that gets it, if it exists already.
+        Raises:
+            UserError: on every rank, if it is damaged, or does not fit.
+        """
+        with raise_on_all_ranks(UserError, self.trainer.ranks.device):
+            try:
+                if self.trainer.ranks.is_rank_0:
+                    verify(folder)
+                state = json.loads((folder / STATE).read_text())
+                rank = state["about"]["rank"]
+                if rank > self.widest or (about and about["rank"] != rank):
+                    raise UserError(f"{folder.name} has rank {rank}, and the model {(about or {}).get('rank')}.")
+                room = Room(about or state["about"], self._read(folder / WEIGHTS))
+                room.scale = LossScale(enabled=self.trainer.loss_scale.enabled)
+                if with_optimizer and state["has_optimizer"]:
+                    room.steps = state["steps"]
+                    room.scale.load_state(state["loss_scale"])
+                    parts = {key: self._read(folder / OPTIMIZER, f".{key}") for key in _MOMENTS if room.steps}
+                    count = torch.tensor(float(room.steps))
+                    for name in self.parameters if room.steps else ():
+                        if self._trains(room, name):
+                            room.state[name] = {"step": count.clone(), **{key: parts[key][name] for key in _MOMENTS}}
+            except (OSError, SafetensorError, DamagedCheckpoint, KeyError, ValueError) as error:
+                raise UserError(f"{folder.name} cannot be loaded: {error}") from error
+        return room
+
+    def _read(self, path: Path, suffix: str = "") -> dict[str, Tensor]:
+        with safe_open(path, framework="pt") as file:
+            return {
+                name: self._own(parameter, file.get_tensor(f"{name}{suffix}").float())
+                for name, parameter in self.parameters.items()
+                if not suffix or f"{name}{suffix}" in file.keys()  # noqa: SIM118
+            }
+
+    def _moments(self, room: Room) -> dict[str, Tensor]:
+        """AdamW's moments, whole on rank 0. Collective."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            if self._trains(room, name):
+                state, local = self.trainer.optimizer.state_of(parameter), local_part(parameter).detach()
+                for key in _MOMENTS:
+                    whole = gather_rows(state.get(key, torch.zeros_like(local)), parameter.shape[0], self.mesh)
+                    found[f"{name}.{key}"] = self._narrow(parameter, whole, room.rank).cpu().contiguous()
+        return found
+
+    # --- ranks ---
+
+    def _own(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's rows of an adapter of some rank, widened."""
+        first, last = own_rows(parameter, self.mesh)
+        return self._widened(parameter, whole)[first:last].contiguous()
+
+    def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        experts, is_A = self._experts.get(parameter, 1), "lora_A" in self._names[parameter]
+        parts = whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+        return F.pad(parts, (0, 0, 0, self.widest - parts.shape[1])).reshape(parameter.shape)
+
+    def _narrow(self, parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
+        """The part of a whole A or B of the widest rank that one of this rank fills."""
+        experts, is_A = self._experts.get(parameter, 1), "lora_A" in self._names[parameter]
+        parts = whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+        return parts[:, :rank].flatten(0, 1) if is_A else parts[:, :rank].flatten(1)
+
+
+class _Narrowed(LiveValues):
+    """The values of an adapter in its own rank."""
+
+    def __init__(self, rooms: Rooms, room: Room, model: nn.Module, *, keeps: bool) -> None:
+        super().__init__(model, keeps=keeps)
+        self._rooms, self._room = rooms, room
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return self._rooms._narrow(tensor, super().whole(tensor), self._room.rank)  # type: ignore[arg-type]
+
+
+def _on_host(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -1,0 +1,250 @@
+"""Carries out the orders of a service on each rank: train, save, load or sample with one adapter."""
+
+import base64
+import contextlib
+import itertools
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
+from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
+from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.ranks import derive_seed
+from fsdp_qlora.planning.placement import PlacedModel
+from fsdp_qlora.planning.run_rows import plan_generation
+from fsdp_qlora.service.losses import LOSSES
+from fsdp_qlora.service.messages import Limits, TrainRequest, encode_samples, parse_train_request, rows_to_score
+from fsdp_qlora.service.rooms import Room, Rooms
+from fsdp_qlora.sharding.parallelize import kept_gathered, reshard_all
+from fsdp_qlora.training.divergence import Likeliest
+from fsdp_qlora.training.forward import likeliest_of_tokens, token_logprobs
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops, TextGenerator
+
+BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
+_SNAPSHOTS = 8  # kept in host memory; others are read again
+
+Order = dict[str, Any]
+Result = bytes | None
+
+
+class RequestTargets:
+    """Gives the collator the values of the request in work, if there is one."""
+
+    def __init__(self) -> None:
+        self.request: TrainRequest | None = None
+
+    def __call__(self, table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
+        """As `OfTargets`; of rows to score the numbers of the targets among all tokens."""
+        if self.request is not None:
+            return self.request.of_targets(rows)
+        chosen = [np.arange(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
+        return {"table_indices": torch.from_numpy(np.concatenate(chosen or [np.zeros(1, np.int64)]))}
+
+
+class RequestStops(Stops):
+    """Ends an answer as a request says. stop: None for the model's own end, texts or token ids besides it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any, stop: Sequence[str] | Sequence[int] | None):
+        super().__init__(tokenizer, model, "")
+        self._texts = [each for each in stop or () if isinstance(each, str)]
+        self.tokens |= {each for each in stop or () if isinstance(each, int)}
+        if stop is not None and not stop:
+            self.tokens = set()
+
+    def ends(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self.tokens:
+            return True
+        return any(text in self._tokenizer.decode(tokens[-len(text.encode()) - 1 :]) for text in self._texts)
+
+
+@dataclass(eq=False)
+class Worker:
+    """Carries out orders; every rank the same ones, in the same order.
+
+    targets: that the trainer's collator asks. free: bytes of the GPU that has least. beat: called while it computes.
+    """
+
+    rooms: Rooms
+    placed: PlacedModel
+    targets: RequestTargets
+    limits: Limits
+    free: int | None
+    beat: Callable[[], object]
+    models: dict[str, Room] = field(default_factory=dict)
+    snapshots: OrderedDict[str | None, Room] = field(default_factory=OrderedDict)
+
+    def carry_out(self, order: Order) -> list[Result]:
+        """The results of an order's pieces, the same on every rank.
+
+        Raises:
+            UserError: on every rank, if a checkpoint cannot be loaded.
+        """
+        do = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save": self._save,
+            "asample": self._sample,
+            "drop": self._drop,
+        }
+        results: list[Result] = do[order["kind"]](order)
+        return results
+
+    # --- models ---
+
+    def _create(self, order: Order) -> list[Result]:
+        self.models[order["model"]] = self.rooms.make(order["about"])
+        return [_json(type="create_model", model_id=order["model"])]
+
+    def _load(self, order: Order) -> list[Result]:
+        path, about, name = Path(order["path"]), order.get("about"), order["model"]
+        room = self.rooms.load(path, with_optimizer=order["optimizer"], about=about)
+        if self.rooms.inside is self.models.get(name):
+            self.rooms.inside = None
+        self.models[name] = room
+        return [_json(type="load_weights", model_id=name)]
+
+    def _drop(self, order: Order) -> list[Result]:
+        if self.rooms.inside is self.models.pop(order["model"], None):
+            self.rooms.inside = None
+        return []
+
+    def _save(self, order: Order) -> list[Result]:
+        room = self.models[order["model"]]
+        self.rooms.save(room, Path(order["path"]), with_optimizer=order["optimizer"])
+        return [_json(**order["answer"])]
+
+    # --- training ---
+
+    def _forward_backward(self, order: Order) -> list[Result]:
+        request = TrainRequest.read(parse_train_request(base64.b64decode(order["body"])), self.limits)
+        trainer, ranks = self.rooms.trainer, self.rooms.trainer.ranks
+        self.rooms.enter(self.models[order["model"]])
+        batches = trainer.collator.lay_out_step(request.table, np.arange(len(request.table)))
+        found = torch.zeros(request.values["places"].size, device=ranks.device)
+        trainer.model.train(not request.forward_only)
+        self.targets.request, total = request, torch.zeros((), device=ranks.device)
+        try:
+            with trainer.forward.attending(), torch.set_grad_enabled(not request.forward_only):
+                for index, batch in enumerate(batches):
+                    trainer.prepare(order["seq"], index, is_last=index == len(batches) - 1)
+                    loss, logps, places = self._loss(request, batch)
+                    if not request.forward_only:  # FSDP2 averages gradients over ranks
+                        (loss * (trainer.loss_scale.scale * ranks.world_size)).backward()
+                    total += loss.detach()
+                    found[places] = logps
+        finally:
+            self.targets.request = None
+        if request.forward_only:
+            reshard_all(trainer.model)
+        dist.all_reduce(found)  # a target is on one rank
+        dist.all_reduce(total)
+        logprobs = found.view(len(request.values["places"]), -1).cpu().numpy()
+        return [request.encode(logprobs, {"loss:sum": total.item()})]
+
+    def _loss(self, request: TrainRequest, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A micro-batch's loss, and the log-probabilities of its targets with their places in the request."""
+        forward = self.rooms.trainer.forward
+        losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
+        is_target = on_device.targets != IGNORE_INDEX
+        logps, given = -losses[0], on_device.answers
+        loss = LOSSES[request.loss]
+
+        def documents(values: torch.Tensor) -> torch.Tensor:
+            sums = values.new_zeros(len(request.table)).index_add(0, given["datum"], values * is_target)
+            return forward.context.summed(sums)[given["datum"]]
+
+        values = torch.where(is_target, loss.sum(logps, given, request.config, documents), 0.0)
+        return values.sum(), logps.detach()[is_target], given["places"][is_target]
+
+    def _optim_step(self, order: Order) -> list[Result]:
+        params, room = types.AdamParams(**order["params"]), self.models[order["model"]]
+        self.rooms.enter(room)
+        trainer, scale = self.rooms.trainer, room.scale
+        for parameter in self.rooms.frozen(room):
+            parameter.grad = None
+        trainer.optimizer.take_gradients()
+        squares = gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device).sum().item()
+        norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
+        if math.isfinite(norm):
+            clip = params.grad_clip_norm
+            factor = (clip / norm if 0 < clip < norm else 1.0) / scale.scale
+            if factor != 1.0:
+                trainer.optimizer.scale_gradients(factor)
+            betas = (params.beta1, params.beta2)
+            decay = params.weight_decay
+            trainer.optimizer.step(params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay)
+            room.steps += 1
+        trainer.optimizer.zero_grad()
+        scale.update(overflowed=not math.isfinite(norm))
+        metrics = {"grad_norm": norm if math.isfinite(norm) else -1.0, "skipped": float(not math.isfinite(norm))}
+        return [_json(metrics=metrics)]
+
+    # --- sampling ---
+
+    def _snapshot(self, path: str | None) -> Room:
+        """Saved weights, or the base, in host memory."""
+        if path not in self.snapshots:
+            room = self.rooms.make(BASE) if path is None else self.rooms.load(Path(path), with_optimizer=False)
+            room.is_snapshot = True
+            self.snapshots[path] = room
+            while len(self.snapshots) > _SNAPSHOTS:
+                if self.rooms.inside is self.snapshots.popitem(last=False)[1]:
+                    self.rooms.inside = None
+        self.snapshots.move_to_end(path)
+        return self.snapshots[path]
+
+    def _sample(self, order: Order) -> list[Result]:
+        """Answer requests that draw alike from the same weights."""
+        self.rooms.enter(self._snapshot(order["path"]))
+        requests: list[Order] = order["requests"]
+        answers, scores = self._complete(requests, order["params"]), self._scores(requests)
+        return [encode_samples(own, *scores.get(number, ())) for number, own in enumerate(answers)]
+
+    def _scores(self, requests: Sequence[Order]) -> dict[int, tuple[Any, ...]]:
+        """Number of a request -> log-probabilities of its prompt's tokens, and the likeliest, if it asks for them."""
+        wanted = [(number, each) for number, each in enumerate(requests) if each["scores"]]
+        if not wanted:
+            return {}
+        table, forward = rows_to_score([each["prompt"] for _, each in wanted]), self.rooms.trainer.forward
+        logps, found = token_logprobs(forward, table), dict[int, tuple[Any, ...]]()
+        most = max(each["top"] for _, each in wanted)
+        wide = likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary)) if most else None
+        for (number, each), (first, last) in zip(wanted, itertools.pairwise(table.offsets), strict=True):
+            own, k = logps[first:last].copy(), each["top"]
+            own[: len(own) - each["last"] if each["last"] else 1] = np.nan
+            top = wide[first:last] if k and wide is not None else None
+            found[number] = (own, None if top is None else (top[:, :k], top[:, most : most + k]))
+        return found
+
+    def _complete(self, requests: Sequence[Order], params: Order) -> list[list[Completion]]:
+        """Each request's answers, gathered from all ranks."""
+        trainer, most_new = self.rooms.trainer, params["max_tokens"]
+        asked = [(each, sample) for each in requests for sample in range(each["num_samples"])]
+        longest = most_new + max(len(each["prompt"]) for each in requests)
+        plan = plan_generation(self.placed, len(asked), longest, most_new, self.free)
+        how = {name: params[name] for name in ("temperature", "top_p", "top_k")}
+        options = SamplingOptions(most_new, **how, plain_logps=True)
+        stops = RequestStops(self.rooms.form.tokenizer, trainer.model, params["stop"])
+        generator = TextGenerator(trainer.model, trainer.ranks, self.placed.model.precision, stops, options)
+        seeds = [derive_seed("sample", each["seed"], sample) for each, sample in asked]
+        with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():
+            prompts = [each["prompt"] for each, _ in asked]
+            answers = iter(generator.answer_all(prompts, plan.at_a_time, self.beat, seeds))
+        return [list(itertools.islice(answers, each["num_samples"])) for each in requests]
+
+
+def _json(**content: Any) -> bytes:
+    return json.dumps(content).encode()
