@@ -31,6 +31,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
+    *("folder", "host", "port", "api_key", "max_models"),  # serve
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "format", "expansion_rate", "best", "for", "version", "json"),  # our commands
@@ -164,6 +165,8 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
         elif command in ("quantize", "expand", "export"):  # MODEL --out DIR
             source = tmp_path / "run" if command == "export" else models()
             words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))
+        if command == "serve":
+            words += flags(model_name=models(), dry_run=True)
         if command == "expand":
             words += flags(expansion_rate=0.5)  # of two blocks
         words = words[: words.index(">")] if ">" in words else words  # the shell's
