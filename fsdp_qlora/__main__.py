@@ -50,6 +50,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
+    "teach": Command("let a teacher go over the rows of train", train.teach, lambda parser: None),
     "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options),
     "export": Command("export a checkpoint as an adapter", models.export, models.export_options),
     "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
@@ -68,7 +69,7 @@ COMMANDS = {
     "doctor": Command("check this machine before a run", tools.doctor, lambda parser: None),
 }
 # The commands whose `training_options` may hold words for `parse_train_config`.
-_TAKE_TRAINING_OPTIONS = ("plan", "export", "merge", "generate", "evaluate", "serve")
+_TAKE_TRAINING_OPTIONS = ("teach", "plan", "export", "merge", "generate", "evaluate", "serve")
 
 
 def program() -> int:

@@ -74,7 +74,7 @@ def arguments_of_train(line: str) -> list[str] | None:
     words = shlex.split(line)
     if "torchrun" in words:  # also where scripts/run_forever.sh starts it
         words = words[words.index("torchrun") :]
-    if words[:2] in (["python", "train.py"], ["fsdp-qlora", "train"]):
+    if words[:2] in (["python", "train.py"], ["fsdp-qlora", "train"], ["fsdp-qlora", "teach"]):
         return words[2:]
     if words[:1] != ["torchrun"]:
         return None

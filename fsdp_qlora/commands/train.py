@@ -4,6 +4,7 @@ The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/traini
 the optimizer step is in training/trainer.py.
 """
 
+import argparse
 import faulthandler
 import itertools
 import re
@@ -19,6 +20,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.supervision import restarts
 from fsdp_qlora.distributed.supervision.launch import (
+    WORKER,
     importing,
     is_started_by_others,
     relaunch_if_needed,
@@ -83,6 +85,21 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         note_reason(f"{type(error).__name__}: {error}")
         raise
+    return 0
+
+
+def teach(args: argparse.Namespace) -> int:
+    """Let the teacher of --objective distill go over the rows alone, with the options of `train`, and keep what it says
+    of them in --output_dir, which a run on any machine takes as --teacher.
+    """
+    set_torch_variables()
+    config = parse_train_config(args.training_options)
+    refuse_names(config)
+    if (status := relaunch_if_needed(config, args.words, (*WORKER[:-1], "teach"))) is not None:
+        return status
+    from fsdp_qlora.run.teach import teach as run
+
+    run(config)
     return 0
 
 

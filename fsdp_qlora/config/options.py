@@ -239,7 +239,7 @@ class TrainConfig:
 
     # == distillation ==
     teacher: str | None = None
-    """Model that distill learns from, a name on the hub or a folder, with the same tokenizer. Before training it goes
+    """Model that distill learns from, a name or folder, or a folder that `teach` wrote. Before training it goes
     over the rows, quantized as train_type says and sharded by the same plan; that of distill_on_policy is on a server,
     teacher_url. By default the frozen base, with the prompts of the columns teacher_prompt and teacher_system."""
     teacher_adapter: str | None = None

@@ -23,7 +23,7 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.batches.taught import bytes_per_token
+from fsdp_qlora.data.batches.taught import TEACHER, bytes_per_token
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
@@ -160,7 +160,7 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
 def plan_teacher(
     config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
 ) -> PlacedModel | None:
-    """Plan the teacher as a model of its own, for the same rows, and log it; None for one on a server.
+    """Plan the teacher as a model of its own, for the same rows, and log it; None for one that is not loaded here.
 
     Raises:
         UserError: it cannot be planned, has another tokenizer, or rows have images.
@@ -169,6 +169,8 @@ def plan_teacher(
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
     own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
+    if read_json(Path(config.teacher or "").expanduser() / TEACHER):
+        return None
     plan = None if config.teacher_url else plan_model(own, student.machine, store)
     tokenizer = plan.tokenizer if plan else read_model(own)[2]
     if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():

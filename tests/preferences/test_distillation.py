@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
+from tests.chaos import harness
 from tests.layers.test_divergence import divergence, grouped
 from tests.reference import encode, load_base, peft_model, step_plainly
-from tests.tiny import ROOT, all_slow_but, flags, make_rows, run_ranks, train_ok, write_rows
+from tests.rollouts.test_runs import kill_at
+from tests.tiny import ROOT, all_slow_but, flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
@@ -235,6 +238,21 @@ def test_a_student_comes_within_a_tenth_of_its_teacher(models: Models, tmp_path:
 
 
 @pytest.mark.nightly
+def test_a_student_killed_at_any_moment_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
+    options = run_options(models("llama"), write_rows(tmp_path / "rows.jsonl", make_rows(16)), precision="bf16")
+    options |= {"teacher": models("llama", num_hidden_layers=3), "gradient_accumulation_steps": 2, "batch_size": 2}
+    options |= {"context_length": 512, "save_every": 1, "lora_dropout": 0.1}
+    harness.run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "reference")
+    for phase, number in (("compute", 10), ("update", 2), ("save", 30), ("exchange", 2)):
+        killed = {"fault": kill_at, "arguments": (phase, number)}
+        harness.run({**options, "output_dir": tmp_path / "out"}, tmp_path / phase, [-9, -9], **killed)
+    said = harness.run({**options, "output_dir": tmp_path / "out"}, tmp_path / "last")
+    assert "Resuming at step" in said and "probabilities are read" in said
+    for compared in (harness.adapter, harness.numbers):
+        assert compared(tmp_path / "out") == compared(tmp_path / "whole")
+
+
+@pytest.mark.nightly
 def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
     """kill -9 between two files; a file that is damaged afterwards is made again, and the others are kept."""
     file = write_rows(tmp_path / "rows.jsonl", make_rows(1200))
@@ -263,3 +281,24 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models,
     assert len(files) == 5 and files == {path.name: path.read_bytes() for path in expected.rglob("*.safetensors")}
     adapters = [(tmp_path / name / "out/adapter_model.safetensors").read_bytes() for name in ("whole", "killed")]
     assert adapters[0] == adapters[1]
+
+
+def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models: Models, tmp_path: Path) -> None:
+    """In the folder that `teach` wrote; of rows that it lacks, or another temperature, the run does not start."""
+    teacher, file = tmp_path / "teacher", write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    shutil.copytree(models("llama", num_hidden_layers=3), teacher)
+    run = run_options(models("llama"), file, teacher=teacher, batch_size=4, context_length=512)
+    train_ok(2, tmp_path / "whole", **run)
+    argv = ["teach", *flags(output_dir=tmp_path / "taught", **run)]
+    statuses, said = on_ranks(2, main, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0] and "Taught: " in said, said[-4000:]
+    shutil.rmtree(teacher)
+    run |= {"teacher": tmp_path / "taught", "quant_cache": "off"}
+    train_ok(1, tmp_path / "read", **{**run, "batch_size": 8})
+    losses = [[record["loss"] for record in records(tmp_path / name)[:STEPS]] for name in ("whole", "read")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    others = write_rows(tmp_path / "others.jsonl", make_rows(9))
+    for changed in ({"dataset": others}, {"temperature": 2.0}):
+        argv = flags(output_dir=tmp_path / "refused", log_to="stdout", **{**run, **changed})
+        statuses, said = run_ranks(1, argv, tmp_path / "refused_logs")
+        assert statuses == [2] and "has other rows" in said, said[-4000:]

@@ -14,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.utils.files import cache_folder, refusal_named, staged_file
+from fsdp_qlora.utils.files import refusal_named, staged_file
 from fsdp_qlora.utils.text import warn_from_any_rank
 
 ROWS_PER_FILE = 256
+TEACHER = "teacher.json"  # the key and k of the files in a folder that `fsdp-qlora teach` has written
 
 Arrays = tuple[np.ndarray, np.ndarray]
 OfTargets = Callable[[TokenizedRows, np.ndarray], dict[str, torch.Tensor]]
@@ -40,13 +41,14 @@ class TaughtRows:
     """The files of a table.
 
     Args:
-        key: all that they depend on besides the table, as JSON. k: likeliest tokens of each.
+        root: the folder that theirs is in. key: all that they depend on besides the table, as JSON. k: likeliest tokens
+            of each.
     """
 
-    def __init__(self, table: TokenizedRows, key: str, k: int) -> None:
+    def __init__(self, table: TokenizedRows, root: Path, key: str, k: int) -> None:
         self.table, self.k = table, k
         digest = hashlib.sha256(json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()).hexdigest()
-        self.folder = cache_folder() / "taught" / digest[:40]
+        self.folder = root / digest[:40]
         self.starts = np.concatenate([[0], table.num_targets.cumsum()])
         self.files = [
             np.arange(first, min(first + ROWS_PER_FILE, len(table))) for first in range(0, len(table), ROWS_PER_FILE)

@@ -67,22 +67,16 @@ class Rollout:
     teacher_prompt_ids: list[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        made = self.completion
-        record = {name: getattr(self, name) for name in ("step", "version", "row", "prompt")}
-        record |= {"completion": self.text, "finish": made.finish}
-        record |= {name: getattr(self, name) for name in ("reward", "rewards", "advantage", "prompt_ids")}
-        record["token_ids"] = made.token_ids
-        others: dict[str, Any] = {"sampled_logps": made.logps, "old_logps": self.old_logps}
-        others |= {"teacher_prompt_ids": self.teacher_prompt_ids}
-        return record | {name: values for name, values in others.items() if values is not None}
+        made, record = self.completion, {name: value for name, value in vars(self).items() if name != "text"}
+        record |= {"completion": self.text, "finish": made.finish, "token_ids": made.token_ids}
+        record["sampled_logps"] = made.logps
+        return {name: value for name, value in record.items() if value is not None or name == "reward"}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
-        made = Completion(record["token_ids"], record["finish"] == "stop", record.get("sampled_logps"))
-        values = {name: record[name] for name in ("step", "version", "row", "prompt", "reward", "rewards", "advantage")}
-        texts = {"text": record["completion"], "prompt_ids": record["prompt_ids"]}
-        others: dict[str, Any] = {name: record.get(name) for name in ("old_logps", "teacher_prompt_ids")}
-        return cls(**values, **texts, **others, completion=made)
+        values = {**record, "text": record["completion"]}
+        ids, finish, logps = values.pop("token_ids"), values.pop("finish"), values.pop("sampled_logps", None)
+        return cls(**{**values, "completion": Completion(ids, finish == "stop", logps)})
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
