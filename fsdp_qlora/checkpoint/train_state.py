@@ -29,7 +29,7 @@ from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
 from fsdp_qlora.distributed.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
-from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import FileRecord
@@ -246,18 +246,25 @@ class StoredValues:
     """The trained values in a checkpoint, for a model without weights. Implements `first_values.Values`.
 
     Args:
-        description: returned by `TrainState.contents`.
+        description: returned by `TrainState.contents`. read_frozen: reads a tensor that does not train, by its name.
     Raises:
         UserError: the checkpoint belongs to another model.
     """
 
     keeps = True
 
-    def __init__(self, model: nn.Module, folder: Path, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path,
+        description: Mapping[str, Any],
+        read_frozen: Callable[[str], torch.Tensor],
+    ) -> None:
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
-        self._names = {id(parameter): name for name, parameter in trained.items()}
+        tensors = (*named.items(), *((canonical_name(name), buffer) for name, buffer in persistent_buffers(model)))
+        self._names, self._trained, self._read = {id(each): name for name, each in tensors}, trained, read_frozen
         self._opened = contextlib.ExitStack()
         self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
         start = folder / START
@@ -265,9 +272,9 @@ class StoredValues:
         self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        name = self._names.get(id(tensor))
-        if name is None:
-            raise UserError("The model has tensors that do not train and are in no checkpoint: resume the run instead.")
+        name = self._names[id(tensor)]
+        if name not in self._trained:
+            return self._read(name)
         return torch.cat([file.get_tensor(f"{name}/{_PARAMETER}") for file in self._files])
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:

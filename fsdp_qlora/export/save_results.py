@@ -41,7 +41,7 @@ from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
 from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
 from fsdp_qlora.model.quantizers.routed import expert_parameters
-from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
 from fsdp_qlora.utils.files import PUBLIC, read_json
 from fsdp_qlora.utils.hub import HUB_TIMEOUT_SECONDS, hub_reason
@@ -268,7 +268,8 @@ class ResultForm:
     """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
 
     base_folder: with the base's weights and configuration, model_config. dtype: of a whole model's floats.
-    for_server: write an adapter as vLLM reads it.
+    for_server: write an adapter as vLLM reads it. open_base: opens the base's weights, of which a whole model has those
+    that do not train.
     """
 
     model: PreTrainedModel
@@ -279,6 +280,7 @@ class ResultForm:
     kind: TrainType
     adapter: LoraConfig | None
     dtype: torch.dtype
+    open_base: Callable[[], Weights]
     for_server: bool = False
 
     def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
@@ -313,7 +315,7 @@ class ResultForm:
             TrainingError: the result could not be written.
             DamagedCheckpoint: the checkpoint cannot be read.
         """
-        values = StoredValues(self.model, folder, state["tensors"])
+        values = StoredValues(self.model, folder, state["tensors"], lambda name: self.open_base().read_whole(name))
         try:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
         finally:
@@ -335,11 +337,11 @@ class ResultForm:
                 state = checkpoint.verify(folders[step]) if is_best else read_json(folders[step] / checkpoint.STATE)
                 self.save_checkpoint(folders[step], state, target)
             except (OSError, KeyError, ValueError, TrainingError) as error:
-                log.warning("The adapter of step %d was not saved in %s: %s", step, target, error)
+                log.warning("The result of step %d was not saved in %s: %s", step, target, error)
             else:
                 loss = state["progress"]["eval_loss"] if is_best else None
                 what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
-                log.info("Adapter of step %d%s: %s", step, what, target)
+                log.info("%s of step %d%s: %s", "Adapter" if self.adapter else "Model", step, what, target)
 
     def log_how_to_load(self, output_dir: Path) -> None:
         """Say where it is written how to load an adapter whose base is a local folder."""

@@ -142,7 +142,8 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     fill_start(model)
 
 
-def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
+def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = None) -> ResultForm:
+    """The form of a run's results. weights: the base's, if they are open: no files match a model that is sharded."""
     return ResultForm(
         model=plan.meta.model,
         model_config=plan.config,
@@ -152,6 +153,7 @@ def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
         kind=config.kind,
         adapter=plan.adapter,
         dtype=plan.precision.compute_dtype,
+        open_base=lambda: weights or open_weights(plan),
     )
 
 

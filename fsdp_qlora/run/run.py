@@ -210,7 +210,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
-    form = result_form(config, plan.model)
+    form = result_form(config, plan.model, weights)
     extras = open_extras(config, plan, trainer, folder)
     with guard.recording(state, identity, extras, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)

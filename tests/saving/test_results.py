@@ -18,6 +18,7 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.checkpoint import published
 from fsdp_qlora.data.text.templates import CHAT_TEMPLATES
 from tests.chaos.harness import KILLED, adapter, numbers, run, status
+from tests.parity.test_multimodal import make_multimodal
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
 from tests.tiny import PROBE, make_model, make_rows, train_ok, write_rows
 
@@ -208,3 +209,14 @@ def test_full_says_which_tensors_it_leaves_out(tmp_path: Path) -> None:
     options = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
     says = "Qwen3_5ForCausalLM does not build: mtp.a.weight, mtp.b.weight, mtp.c.weight (4 in all)"
     assert says in train_ok(1, tmp_path / "out", **options, train_type="full", precision="fp32")
+
+
+@pytest.mark.slow
+def test_the_best_of_a_model_with_a_part_for_images_has_that_part(tmp_path: Path) -> None:
+    model = make_multimodal(tmp_path / "model", "gemma3")
+    options = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)), "eval_fraction": 0.25}
+    options |= {"train_type": "full", "precision": "fp32", "lr": 1e-3, "max_steps": 2, "eval_steps": 1}
+    output = train_ok(1, tmp_path / "out", **options, context_length=256)
+    assert "not saved" not in output
+    last, best = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("", "best"))  # of the same step
+    assert last.keys() == best.keys() and all(torch.equal(last[name], best[name]) for name in last)
