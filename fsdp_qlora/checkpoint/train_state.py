@@ -38,7 +38,6 @@ from fsdp_qlora.utils.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, 
 # Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
 _PARAMETER = "parameter"  # the key of the parameter itself
-START = "start.safetensors"  # the factors subtracted from the base on loading (pissa, olora)
 
 
 class Tensors(NamedTuple):
@@ -58,7 +57,6 @@ class TrainState:
         is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
             entries of kind local.
         beat: called for each tensor written, since a large state takes long.
-        start: on rank 0, `first_values.start_values`, which every checkpoint stores in START.
     """
 
     def __init__(
@@ -70,13 +68,12 @@ class TrainState:
         *,
         is_large: bool,
         beat: Callable[[], None] = lambda: None,
-        start: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
-        self.beat, self.start = beat, start or {}
+        self.beat = beat
 
     # --- writing ---
 
@@ -111,9 +108,6 @@ class TrainState:
                 pass
             return {}, description
         contents = {_file(index): Tensors({name: _form(*value) for name, value in values.items()}, on_host)}
-        if self.start:
-            forms = {name: _form(value) for name, value in self.start.items()}
-            contents[START] = Tensors(forms, self.start.values())
         return contents, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
@@ -267,8 +261,6 @@ class StoredValues:
         self._names, self._trained, self._read = {id(each): name for name, each in tensors}, trained, read_frozen
         self._opened = contextlib.ExitStack()
         self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
-        start = folder / START
-        self._start = self._opened.enter_context(safe_open(start, "pt")) if start.is_file() else None
         self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -276,9 +268,6 @@ class StoredValues:
         if name not in self._trained:
             return self._read(name)
         return torch.cat([file.get_tensor(f"{name}/{_PARAMETER}") for file in self._files])
-
-    def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return self._start.get_tensor(self._names[id(parameter)]) if self._start else None
 
 
 def _open_file(folder: Path, index: int) -> Any:

@@ -78,18 +78,14 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _init_errors(c: TrainConfig) -> Iterator[str]:
     kind, init = c.kind, c.init_lora_weights
-    if re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
-        yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
     if init == "true":
         return
-    if init == "loftq" and kind.has_adapter and kind.quantizer is None:
+    if kind.has_adapter and kind.quantizer is None:
         yield f"--init_lora_weights loftq corrects the quantization, but --train_type {c.train_type} does not quantize."
     if kind.adapter == "dora":
         yield f"--train_type {c.train_type} is DoRA, which starts from the base: leave --init_lora_weights at true."
     if c.lora_target_parameters:
         yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
-    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
-        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
 
 
 def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:

@@ -198,9 +198,8 @@ class TrainConfig:
     in "<think>: begin to reason", of a description's; that of a token which the model has already is kept."""
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
-    init_lora_weights: Annotated[str, OF_ADAPTER] = "true"
-    """Initial values of the adapter: true (A random, B zero), or from each weight: pissa or olora (main directions,
-    removed from the base), pissa_niter_16 (approximate and much faster), loftq (the quantization error)."""
+    init_lora_weights: Annotated[Literal["true", "loftq"], OF_ADAPTER] = "true"
+    """Initial values of the adapter: true (A random, B zero), or loftq (from the quantization error)."""
     rank_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Ranks that differ for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular
     expression for the end of a path, as in PEFT, and the first match wins."""
@@ -403,9 +402,7 @@ class TrainConfig:
 
     @property
     def keeps_start(self) -> bool:
-        """Whether the first adapter is kept once more: a reference, or a server's base, is more than the base here."""
-        if self.rollout_url and self.init_lora_weights.startswith(("pissa", "olora")):  # subtracted from the base
-            return True
+        """Whether the first adapter is kept once more: a reference is more than the base here."""
         return self.has_reference_beside and (self.adapter is not None or self.init_lora_weights != "true")
 
     @property

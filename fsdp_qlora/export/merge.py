@@ -34,8 +34,7 @@ from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import Base, merged_documents
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
 from fsdp_qlora.model.adapters import peft_folder
-from fsdp_qlora.model.adapters.first_values import subtract_product
-from fsdp_qlora.model.adapters.insert import LoraOptions, reduces_base
+from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_header, tensor_differences, weights_file
 from fsdp_qlora.model.adapters.token_rows import NewTokens, TokenRows
 from fsdp_qlora.model.architecture import models
@@ -114,17 +113,6 @@ class LowRankUpdate:
                 part.mul_((self.magnitude[row : row + len(part)] / norm)[:, None])
             done += len(part)
         return values
-
-    def reduced(self, values: torch.Tensor) -> torch.Tensor:
-        """The base that an adapter of doubled rank was trained on: a whole weight, flat, plus s times the product of
-        the second halves of L and R."""
-        half = self.left.shape[2] // 2
-        return subtract_product(values, 0, self.right[0, half:], -self.left[0, :, half:], self.scaling)
-
-    def trained(self) -> "LowRankUpdate":
-        """The first half of L and R: what was trained on that base."""
-        half = self.left.shape[2] // 2
-        return LowRankUpdate(self.left[..., :half], self.right[:, :half], self.scaling, self.magnitude)
 
 
 @dataclass(frozen=True)
@@ -225,7 +213,6 @@ class MergedModel:
     copies: a parameter that the base does not have -> the one it is made from: a head that shared the embeddings.
     dequantize: weight -> its values after the run's quantizer, flat on the CPU, or None if it is not quantized; without
         it, all are as in the base's files.
-    is_reduced: these are without the adapter's first values, so only what was trained is added (PiSSA, OLoRA).
     """
 
     weights: Weights
@@ -236,7 +223,6 @@ class MergedModel:
     dtype: torch.dtype | None
     copies: Mapping[str, str]
     dequantize: Callable[[str], torch.Tensor | None] | None = None
-    is_reduced: bool = False
     keeps_format = False  # whether its files are in the base's format
 
     def forms(self) -> dict[str, TensorForm]:
@@ -287,8 +273,6 @@ class MergedModel:
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, start, values) of the pieces of one parameter."""
         change, replaced = self.changes.update(name), self.changes.replaced.get(name)
-        if self.is_reduced and isinstance(change, LowRankUpdate):
-            change = change.trained()
         whole = self.dequantize(self.copies.get(name, name)) if self.dequantize and not replaced else None
 
         def read(start: int, stop: int) -> torch.Tensor:
@@ -359,21 +343,19 @@ class Merge:
         """
         if base == "original" or not self.layers:
             return dataclasses.replace(self.original, dtype=dtype)
-        is_reduced = reduces_base(self.run.init_lora_weights)
-        weights, changes, device = self.original.weights, self.original.changes, ranks.device
+        weights, device = self.original.weights, ranks.device
 
         def dequantize(name: str) -> torch.Tensor | None:
             if name not in self.layers:
                 return None
-            layer, change = self.layers[name], changes.update(name) if is_reduced else None
-            reduce = change.reduced if isinstance(change, LowRankUpdate) else None
+            layer = self.layers[name]
             layer.to_empty(device=device)
-            load_quantized(name, layer, weights, mesh, device, reduce)
+            load_quantized(name, layer, weights, mesh, device)
             whole: torch.Tensor = layer.dequantize().cpu().flatten()
             layer.to("meta")
             return whole
 
-        return dataclasses.replace(self.original, dtype=dtype, dequantize=dequantize, is_reduced=is_reduced)
+        return dataclasses.replace(self.original, dtype=dtype, dequantize=dequantize)
 
 
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:

@@ -357,7 +357,7 @@ def save_result(
     Raises:
         TrainingError: it could not be written; the same on every rank.
     """
-    values = LiveValues(form.model, keeps=ranks.is_rank_0)
+    values = LiveValues(keeps=ranks.is_rank_0)
     with raise_on_all_ranks(TrainingError, ranks.device):
         form.save(values, output_dir, about=about, progress=progress.to_dict())
         if ranks.is_rank_0:

@@ -18,7 +18,6 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
-from fsdp_qlora.model.adapters.insert import reduces_base
 from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
@@ -176,9 +175,7 @@ def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     plan, ranks = placed.model, placed.model.machine.ranks
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
-        size = result_bytes(
-            plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
-        )
+        size = result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
         check_disk(Path(config.output_dir), size)
     check_memory(
         placed.memory,
@@ -231,17 +228,11 @@ def check_disk(output_dir: Path, num_bytes: int) -> None:
         )
 
 
-def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
-    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`.
-
-    Args:
-        reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
-    """
+def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
+    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`."""
     kinds = each_parameter(model).values()
-    if in_adapters := [kind for kind in kinds if kind.in_adapter]:
-        trainable = sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
-        again = sum(4 * kind.num_weights for kind in in_adapters)
-        return trainable + again * reduces_base
+    if any(kind.in_adapter for kind in kinds):
+        return sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
     # With block expansion the quantized base is saved with its original weights.
     return sum(kind.num_weights for kind in kinds) * dtype.itemsize
 

@@ -229,7 +229,7 @@ def build_plan(
         add_token_rows(meta.model, new_tokens, looks_up=meta.parts.looks_up)
     if config.adapter:
         start, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
-        check_fits(start, meta.model, model_name=name, declared_base=config.base_name, init=config.init_lora_weights)
+        check_fits(start, meta.model, model_name=name, declared_base=config.base_name)
     if train_type.quantizer:
         check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
     adapter = None

@@ -32,7 +32,7 @@ from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.export.card import Base
 from fsdp_qlora.export.save_results import ResultForm, save_adapter
 from fsdp_qlora.model.adapters.first_values import LiveValues, initialize_adapters, set_magnitudes
-from fsdp_qlora.model.adapters.insert import fill_start, reduces_base
+from fsdp_qlora.model.adapters.insert import fill_start
 from fsdp_qlora.model.adapters.peft_folder import read_adapter
 from fsdp_qlora.model.adapters.token_rows import start_token_rows, with_token_rows
 from fsdp_qlora.model.architecture.fused import describe_fused
@@ -41,7 +41,7 @@ from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
+from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from
 from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
@@ -111,16 +111,11 @@ def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks
 
 def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
     """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
-    model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
+    model = plan.meta.model
     pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
     initialize_adapters(model, mesh, seed=config.seed)
-    if pretrained and reduces_base(init):
-        load_subtracted_part(model, pretrained, mesh, ranks.device)
-    elif init != "true":
-        decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
-    if reduces_base(init) and config.kind.quantizer:
-        cache_folder = "off"
-        log.info("No quantized cache is used: with init_lora_weights %s the base depends on the adapter.", init)
+    if config.init_lora_weights == "loftq":
+        decompose_weights(model, weights, mesh, ranks.device)
     load = partial(
         load_weights,
         model,
@@ -130,7 +125,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.packed else quantized_layers(model)
-    root = cache_root(cache_folder)
+    root = cache_root(config.quant_cache)
     if root and layers:
         load_or_create(root, layers, weights, load, ranks, mesh)
     else:
@@ -138,7 +133,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     set_magnitudes(model, mesh)
     start_token_rows(model, mesh)
     if pretrained:
-        fill_from(model, pretrained, mesh, ranks.device, init=init)
+        fill_from(model, pretrained, mesh, ranks.device)
     fill_start(model)
 
 
@@ -304,7 +299,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
     model, generation, adapter = trainer.model, plan.generation, plan.model.adapter
     if config.rollout_url:
         assert adapter is not None
-        values = LiveValues(model, keeps=trainer.ranks.is_rank_0)
+        values = LiveValues(keeps=trainer.ranks.is_rank_0)
         return ServerEngine(
             Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
             lambda folder: save_adapter(model, adapter, None, folder, values=values, for_server=True),

@@ -43,7 +43,6 @@ from fsdp_qlora.distributed.supervision import clock, exits, restarts
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.export.save_results import check_uploads, leave_result, push_result, save_result
-from fsdp_qlora.model.adapters.first_values import start_values
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.planning.fit import fit_on_gpu
@@ -202,7 +201,6 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         ranks,
         is_large=plan.model.trains_whole_modules,
         beat=guard.beat_save,
-        start=start_values(trainer.model, keep=ranks.is_rank_0),
     )
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)

@@ -135,13 +135,13 @@ class Rooms:
             TrainingError: on every rank, if it cannot be written.
         """
         self.enter(room)
-        model, ranks = self.trainer.model, self.trainer.ranks
+        ranks = self.trainer.ranks
         staging, config = folder.with_name(f".{folder.name}.writing"), copy.copy(self.form.adapter)
         assert config is not None
         config.r, config.lora_alpha = room.rank, self.form.adapter.lora_alpha  # type: ignore[union-attr]
         if ranks.is_rank_0:
             shutil.rmtree(staging, ignore_errors=True)
-        values = _Narrowed(self, room, model, keeps=ranks.is_rank_0)
+        values = _Narrowed(self, room, keeps=ranks.is_rank_0)
         with raise_on_all_ranks(TrainingError, ranks.device):
             form, progress = dataclasses.replace(self.form, adapter=config), {"step": room.steps}
             form.save(values, staging, about=self.identity, progress=progress)
@@ -231,8 +231,8 @@ class Rooms:
 class _Narrowed(LiveValues):
     """The values of an adapter in its own rank."""
 
-    def __init__(self, rooms: Rooms, room: Room, model: nn.Module, *, keeps: bool) -> None:
-        super().__init__(model, keeps=keeps)
+    def __init__(self, rooms: Rooms, room: Room, *, keeps: bool) -> None:
+        super().__init__(keeps=keeps)
         self._rooms, self._room = rooms, room
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.shards import local_part, shard_size, whole_weights
-from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
-from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.architecture.models import canonical_name
 from fsdp_qlora.model.model_parts import ModelParts, count_bytes, each_parameter
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight
@@ -62,15 +60,14 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     Raises:
         RuntimeError: the weights differ.
     """
-    model, block = parts.model, parts.blocks[0]
+    block = parts.blocks[0]
     assert isinstance(block, FSDPModule)
     name, layer = _first_linear(parts, weights.sources)
     with whole_weights(block):
         if weights.packed and isinstance(layer, QuantizedWeight):
             same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
         else:
-            adapted = adapted_weights(model).get(f"{name}.weight")
-            same, how = _has_stored_values(layer, f"{name}.weight", weights, adapted)
+            same, how = _has_stored_values(layer, f"{name}.weight", weights)
     _report(same, name, f"its weight {how}")
     _check_one_expert(parts, weights)
     return f"a layer is bit-identical to its weight {how}"
@@ -108,16 +105,9 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
     _report(same, f"expert {last} of {name}", "the same expert quantized alone")
 
 
-def _has_stored_values(
-    layer: QuantizedWeight | nn.Linear,
-    weight: str,
-    weights: Weights,
-    adapted: LoraLinear | None,
-) -> tuple[bool, str]:
+def _has_stored_values(layer: QuantizedWeight | nn.Linear, weight: str, weights: Weights) -> tuple[bool, str]:
     """Whether a gathered layer equals the weight in the files, quantized whole; and what it was compared with."""
     whole = weights.read_whole(weight)
-    if adapted is not None and adapted.subtracted is not None:
-        whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
     if isinstance(layer, QuantizedWeight):
         decoded = layer.dequantize()
         return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), "quantized whole"

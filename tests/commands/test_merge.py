@@ -155,7 +155,7 @@ def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
 @pytest.mark.parametrize(
     "options",
     [
-        {"train_type": "qlora", "init_lora_weights": "pissa", "use_rslora": True},
+        {"train_type": "qlora", "init_lora_weights": "loftq", "use_rslora": True},
         {"train_type": "hqq_dora", "n_bits": 3},
     ],
 )

@@ -105,7 +105,7 @@ OTHERWISE = {
         model.adapters.peft_folder:read_header
         model.architecture.models:_as_in_file model.architecture.models:load_config
         model.architecture.models:load_tokenizer run.open_model:load_trained
-        sharding.loading.first_adapters:fill_from sharding.loading.first_adapters:load_subtracted_part
+        sharding.loading.first_adapters:fill_from
     """,
     "a dataset of the hub": "data.sources.source:hub_source",
     PACKAGE: """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora.model.adapters.first_values import pissa
+from fsdp_qlora.model.adapters.first_values import principal_factors
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear, quantize_blocks
 from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear, _pack, _quantize_groups
@@ -209,6 +209,6 @@ def test_int8_products_beyond_fp16_are_those_of_the_cpu():
 @pytest.mark.parametrize("shape", [(256, 128), (50, 96)])
 def test_a_full_decomposition_is_that_of_the_cpu(shape):
     weight = _weight(shape)
-    expected, found = pissa(weight, 8, 2.0), pissa(weight.cuda(), 8, 2.0)
+    expected, found = principal_factors(weight, 8, 2.0), principal_factors(weight.cuda(), 8, 2.0)
     # A pair of vectors may change its sign; an H200 differs by 2e-5.
     same(found[1] @ found[0], expected[1] @ expected[0], tolerance=1e-4)

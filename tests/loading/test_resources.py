@@ -120,11 +120,10 @@ def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
     meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto")
-    size = placement.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
+    size = placement.result_bytes(meta.model, dtype=torch.bfloat16)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
         assert size == 4 * adapters
-        assert placement.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
     else:  # whole, and in 16 bits though most of it may be held in 4
         tensors = load_file(models() / "model.safetensors").values()
         assert size == 2 * sum(tensor.numel() for tensor in tensors)

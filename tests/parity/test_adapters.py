@@ -1,6 +1,5 @@
 """Adapter kinds, their variants and first values, against PEFT's own."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.model.adapters.dora import DoraLinear, row_norms
-from fsdp_qlora.model.adapters.first_values import pissa, pissa_niter
 from fsdp_qlora.model.adapters.insert import select_targets
 from fsdp_qlora.model.adapters.lora import Dropout
 from fsdp_qlora.run.run import run
 from fsdp_qlora.utils.errors import UserError
 from tests.parity.test_train_types import train_ours
-from tests.reference import decode, encode, load_adapter, load_base, load_decoded_base, peft_model, train_peft
+from tests.reference import load_adapter, load_base, load_decoded_base, peft_model
 from tests.tiny import PROBE, flags, make_rows
 
 Models = Callable[..., Path]
@@ -34,39 +32,6 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 # --- first values --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("init", "train_type"), [("pissa", "qlora"), ("olora", "lora")])
-def test_adapters_that_start_from_weights_are_pefts_for_the_old_base(
-    init: str, train_type: str, models: Models, tmp_path: Path
-) -> None:
-    folder, rows = models(), make_rows(4, seed=3)
-    options = {"train_type": train_type, "init_lora_weights": init, "lora_alpha": 6, "lr": LR}
-    losses, logits = train_ours(folder, rows, tmp_path / "out", **options)
-    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")  # [A; A0] and [B, -B0]
-    first = {name: value[4:] if "lora_A" in name else -value[:, 4:] for name, value in saved.items()}
-    original = load_base(folder, four_bit=False)
-    own = peft_model(copy.deepcopy(original), r=4, lora_alpha=6, init_lora_weights=init)
-    reduced, restored = copy.deepcopy(original), copy.deepcopy(original)
-    for path in [name.removesuffix(".lora_A.weight") for name in first if "lora_A" in name]:
-        layer = own.get_submodule(path)
-        update = 6 / 4 * (first[f"{path}.lora_B.weight"].double() @ first[f"{path}.lora_A.weight"].double())
-        # The same directions, up to their rounding to bf16.
-        assert (update - layer.get_delta_weight("default")).norm() < 2**-7 * update.norm()
-        name = path.removeprefix("base_model.model.")
-        weight = (original.get_submodule(name).weight.double() - update).float()
-        rest = decode(weight) if train_type == "qlora" else weight
-        reduced.get_submodule(name).weight.data = rest
-        restored.get_submodule(name).weight.data = (rest + update).float()
-    batch = encode(folder, rows)
-    expected, _ = train_peft(reduced, batch, lambda name, shape: first[name], steps=10, lr=LR, r=4, lora_alpha=6)
-    assert expected[-1] < expected[0] - 0.5
-    assert losses == pytest.approx(expected, rel=1e-4)
-
-    # For the model as it was: W itself without quantization, Q(W - s B0 A0) + s B0 A0 with it.
-    if train_type == "lora":
-        restored = original
-    assert (logits_of(load_adapter(restored, tmp_path / "out")) - logits).abs().max() < 2e-4
 
 
 def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp_path: Path) -> None:
@@ -89,20 +54,6 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp
             assert (lost - 2 * lora_B @ lora_A).norm() == pytest.approx(left.item(), rel=1e-3, abs=1e-5)
     reloaded = load_adapter(base, tmp_path / "qlora_loftq")
     assert (logits_of(reloaded) - logits["qlora", "loftq"]).abs().max() < 1e-4
-
-
-def test_the_quick_pissa_leaves_hardly_more_and_is_always_the_same() -> None:
-    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-    least = torch.linalg.svdvals(weight)[8:].norm().item()  # Eckart and Young's best
-    lora_A, lora_B = pissa(weight, 8, 2.0)
-    assert (weight - 2 * lora_B @ lora_A).norm() == pytest.approx(least)
-    torch.manual_seed(1)
-    lora_A, lora_B = pissa_niter(weight, 8, 2.0, iterations=16, seed=3)
-    following = torch.rand(1)
-    assert least <= (weight - 2 * lora_B @ lora_A).norm() < 1.01 * least
-    torch.manual_seed(1)
-    assert torch.equal(torch.rand(1), following)  # the run's own random numbers are left alone
-    assert torch.equal(pissa_niter(weight, 8, 2.0, iterations=16, seed=3)[0], lora_A)
 
 
 # --- variants ------------------------------------------------------------------------------------------
@@ -213,12 +164,10 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train_type": "dora", "init_lora_weights": "pissa"}, "leave --init_lora_weights at true"),
+        ({"train_type": "bnb_dora", "init_lora_weights": "loftq"}, "leave --init_lora_weights at true"),
         ({"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)}, "for linear layers only"),
-        ({"init_lora_weights": "pisa"}, "choices: true, pissa, pissa_niter_N, olora, loftq"),
         ({"init_lora_weights": "loftq", "train_type": "lora"}, "--train_type lora does not quantize"),
-        ({"init_lora_weights": "olora", "quant_cache": "folder"}, "leave out --quant_cache"),
-        ({"init_lora_weights": "pissa", "lora_target_parameters": ("experts.down_proj",)}, "is for linear layers"),
+        ({"init_lora_weights": "loftq", "lora_target_parameters": ("experts.down_proj",)}, "is for linear layers"),
         ({"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"}, "--use_rslora, --rank_pattern"),
         ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),
         ({"rank_pattern": ("q_proj=0",)}, "but has 'q_proj=0'"),
@@ -244,7 +193,7 @@ def test_combinations_that_exclude_each_other_are_refused(options: dict[str, obj
             r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches",
         ),
         (
-            {"lora_rank": 40, "init_lora_weights": "pissa"},
+            {"lora_rank": 40, "init_lora_weights": "loftq"},
             r"rank for .*k_proj.* is 40, and its shape allows at most 32",
         ),
     ],

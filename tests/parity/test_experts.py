@@ -306,7 +306,7 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
         tmp_path,
         base=None,
         dtype=torch.float32,
-        values=LiveValues(model, keeps=True),
+        values=LiveValues(keeps=True),
     )
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2

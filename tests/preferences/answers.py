@@ -142,7 +142,7 @@ def take_steps(trainer: Any, config: Any, advantages: Sequence[Sequence[float]])
             if config.num_iterations > 1 or config.rollout_url:
                 table = dataclasses.replace(table, old_logps=token_logprobs(trainer.forward, table))
         records.append(trainer.train_step(StepRows(step, table, np.arange(len(table)))))
-    found = dict(saved_parameters(trainer.model, LiveValues(trainer.model, keeps=True)))
+    found = dict(saved_parameters(trainer.model, LiveValues(keeps=True)))
     if trainer.ranks.is_rank_0:
         folder = Path(config.output_dir)
         folder.mkdir(parents=True)

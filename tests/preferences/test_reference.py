@@ -96,12 +96,12 @@ def test_the_reference_is_the_base_and_does_not_move(kind: str, models: Models, 
         assert reference[1] == pytest.approx(reference[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("start", ["adapter", "pissa"])
+@pytest.mark.parametrize("start", ["adapter", "loftq"])
 def test_an_adapter_that_training_starts_from_is_the_reference(start: str, models: Models, tmp_path: Path) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora", batch_size=6)
     train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
     base = next(record for record in records(tmp_path / "earlier") if "eval_loss" in record)
-    begin = {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "pissa_niter_4"}
+    begin = {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "loftq"}
     train_ok(2, tmp_path / "whole", **run, **begin, save_every=3, lora_dropout=0 if start == "adapter" else 0.1)
     first, *_, last = (record for record in records(tmp_path / "whole") if "eval_loss" in record)
     assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
@@ -109,7 +109,7 @@ def test_an_adapter_that_training_starts_from_is_the_reference(start: str, model
     for side in ("chosen", "rejected"):
         reference = [record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)]
         assert reference[1] == pytest.approx(reference[0], rel=1e-5)
-        assert reference[0] != pytest.approx(base[f"logps/{side}"], rel=1e-3)
+        assert reference[0] != pytest.approx(base[f"logps/{side}"], rel=1e-4)
     train_ok(2, tmp_path / "resumed", **run, **begin, resume=tmp_path / "whole/checkpoints/step_000003",
              lora_dropout=0 if start == "adapter" else 0.1)  # fmt: skip
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")

@@ -30,7 +30,6 @@ KINDS: dict[str, dict[str, object]] = {
     },
     "bnb_dora": {"train_type": "bnb_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
     "hqq_lora": {"train_type": "hqq_lora", "use_rslora": True, "lora_rank": 5},
-    "pissa, saved in twice the rank": {"init_lora_weights": "pissa", "lora_rank": 3, "lora_alpha": 6},
     "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
     "experts": {
         "lora_rank": 4,

@@ -443,23 +443,16 @@ class Base(Sampler):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{"precision": "bf16"}, pytest.param({"init_lora_weights": "pissa"}, marks=pytest.mark.nightly)],
-    ids=["bf16", "pissa"],
-)
-def test_a_server_that_ignores_adapters_ends_the_run(
-    models: Callable[..., Path], tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_a_server_that_ignores_adapters_ends_the_run(models: Callable[..., Path], tmp_path: Path) -> None:
     sampler = Base(str(models()))
     with LoraServer("tiny", sampler, sampler.end) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        options = options_of(server, models(), tmp_path, "out", **changes)
+        options = options_of(server, models(), tmp_path, "out", precision="bf16")
         output = finish(options, tmp_path / "logs", [1, 1]).output()
         server.shutdown()
     assert "[rank 1] error: The server ignores the adapter" in output and "uses the adapter:" not in output
     [(to_base, to_model), *_] = re.findall(r"are (\S+) from the base's and (\S+) from", output)
-    assert float(to_base) < (0.01 if "precision" in changes else 1e-5) < 0.02 < float(to_model)
+    assert float(to_base) < 0.01 < 0.02 < float(to_model)
     assert 1 <= steps_done(tmp_path / "out") < 8 and [*(tmp_path / "out" / "checkpoints").iterdir()]
 
 

@@ -147,7 +147,7 @@ def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
 
 
 CASES = {
-    "pissa": {"init_lora_weights": "pissa", "train_type": "lora"},
+    "loftq": {"init_lora_weights": "loftq"},
     "DoRA and a trained head": {"train_type": "bnb_dora", "modules_to_save": "lm_head", "rank_pattern": "q_proj=2"},
     "chats": {"prompt_template": "chatml"},
     "8-bit states, which are per rank": {"optimizer": "adamw_8bit"},

@@ -33,7 +33,7 @@ class LoraOptions:
 
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
-    init: initial values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
+    init: initial values: true (A random, B zero) or loftq.
     modules_to_save: embeddings and head that train in full. keeps_start: keep a copy of the initial values.
     """
 
@@ -62,11 +62,6 @@ class LoraOptions:
     def scaling(self, rank: int, alpha: float) -> float:
         """alpha / rank, or rsLoRA's alpha / sqrt(rank)."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-
-def reduces_base(init: str) -> bool:
-    """Whether the base becomes W - s B A, so that the adapted layer starts equal to the original one."""
-    return init.startswith(("pissa", "olora"))
 
 
 # --- choice of layers and parameters, by names, regular expressions and patterns as in PEFT ---
@@ -316,19 +311,17 @@ def peft_config(
     target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
     named = [path for path in modules if path.rsplit(".", 1)[-1] in leaves]
-    # Twice the rank with the same scaling factor, see `saved_parameters`.
-    rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
-        r=rank_ratio * options.rank,
-        lora_alpha=_as_int(alpha_ratio * options.alpha),
+        r=options.rank,
+        lora_alpha=_as_int(options.alpha),
         # PEFT refuses dropout together with target_parameters, and only training uses it.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
         target_parameters=target_parameters or None,
         use_dora=kind == "dora",
         use_rslora=options.use_rslora,
-        rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
-        alpha_pattern={name: _as_int(alpha_ratio * alpha) for name, alpha in options.alpha_pattern.items()},
+        rank_pattern=dict(options.rank_pattern),
+        alpha_pattern={name: _as_int(alpha) for name, alpha in options.alpha_pattern.items()},
         modules_to_save=list(options.modules_to_save) or None,
         bias="none",
         task_type=TaskType.CAUSAL_LM,

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.distributed.shards import gather_rows
 from fsdp_qlora.model.architecture.chunking import piece_number, split_tokens
 from fsdp_qlora.model.architecture.fused import output_again, output_source
 from fsdp_qlora.model.architecture.kept import Kept
@@ -170,23 +168,9 @@ class LoraAdapter(nn.Module):
         return x, low, Product(base, self.scaling, dropout, kept, source)
 
 
-class KeptShard:
-    """A copy of a sharded parameter's current values: this rank's rows, in host memory."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, DTensor)
-        self._parameter, self._local = parameter, parameter.to_local().to("cpu", copy=True)
-
-    def whole(self) -> torch.Tensor:
-        """The whole tensor, on the parameter's device. Called on every rank."""
-        parameter = self._parameter
-        return gather_rows(self._local.to(parameter.to_local().device), parameter.shape[0], parameter.device_mesh)
-
-
 class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
-    subtracted: the A and B whose product was subtracted from the base on loading.
     is_adapted: false while the layer is what it was when training started (`as_at_start`). start: the adapter then, if
     it is kept.
     """
@@ -198,17 +182,12 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.lora = self.adapter(base_layer.in_features, base_layer.out_features, **options)  # type: ignore[arg-type]
-        self.subtracted: tuple[KeptShard, KeptShard] | None = None
         self.start: LoraAdapter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lora = self.lora if self.is_adapted else self.start
         result: torch.Tensor = lora(x, self.base_layer, output_source(x)) if lora else self.base_layer(x)
         return result
-
-    def subtract_from_base(self) -> None:
-        """Let the present product of A and B be subtracted from the base, which is loaded later."""
-        self.subtracted = KeptShard(self.lora.lora_A.weight), KeptShard(self.lora.lora_B.weight)
 
 
 class ExpertsLora(nn.Module):

@@ -209,14 +209,6 @@ def _options(
         ),
         "modules_to_save": tuple(config.get("modules_to_save") or ()),
     }
-    settings = record.get("settings", {})
-    if str(settings.get("init_lora_weights", "true")).startswith(("pissa", "olora")):
-        # Half of the rank is the product that was subtracted from the base. Training continues with the other half.
-        names = ("lora_rank", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
-        trained = {name: settings.get(name) for name in names}
-        if trained["lora_rank"] is None or options["lora_rank"] != 2 * trained["lora_rank"]:
-            raise UserError(f"--adapter {folder}: {CONFIG} and {RECORD} do not fit together. Restore the files.")
-        options |= {name: tuple(value) if isinstance(value, list) else value for name, value in trained.items()}
     return options
 
 

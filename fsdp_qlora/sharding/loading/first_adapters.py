@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.process_group import raise_on_all_ranks
-from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters import first_values
 from fsdp_qlora.model.adapters.first_values import adapted_weights
-from fsdp_qlora.model.adapters.insert import adapter_parameters, full_parameters, reduces_base
+from fsdp_qlora.model.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.adapters.peft_folder import PretrainedAdapter, tensor_differences
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
@@ -33,15 +32,10 @@ def decompose_weights(
     weights: Weights,
     mesh: DeviceMesh,
     device: torch.device,
-    *,
-    init: str,
-    seed: int,
 ) -> None:
-    """Initialize adapters from the weights in the files, before the weights are loaded. Collective.
+    """Initialize adapters by LoftQ from the weights in the files, before the weights are loaded. Collective.
 
     The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
-    If their product is subtracted from the base, A and B are rounded to bf16: then a bf16 run gathers exactly the
-    subtracted values, and their product does not depend on the split.
     """
     layers = list(adapted_weights(model).items())
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -51,7 +45,7 @@ def decompose_weights(
         if rank < len(group):
             name, layer = group[rank]
             weight = weights.read_whole(name).to(device)
-            factors = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
+            factors = _decompose(weight, layer)
             del weight
         for owner, (_, layer) in enumerate(group):
             for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
@@ -59,37 +53,24 @@ def decompose_weights(
                 dist.broadcast(whole, src=owner)
                 first, last = own_rows(parameter, mesh)
                 store_rows(parameter, whole[first:last])
-            if reduces_base(init):
-                layer.subtract_from_base()
-    log.info("Initialized %d adapters from the model's weights (%s).", len(layers), init)
+    log.info("Initialized %d adapters from the model's weights (loftq).", len(layers))
 
 
-def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
-    rank, scaling = layer.lora.lora_A.out_features, layer.lora.scaling
-    matrix = weight.float()
-    if init == "loftq":
-        # PiSSA of the quantization error (Li et al. 2023). With one iteration, PEFT's default, the base is the
-        # quantized weight itself, which anyone can reproduce.
-        assert isinstance(layer.base_layer, QuantizedWeight)
-        matrix = matrix - layer.base_layer.quantize_whole(weight).float()
-    if init == "olora":
-        lora_A, lora_B = first_values.olora(matrix, rank)
-    elif init.startswith("pissa_niter_"):
-        iterations = int(init.removeprefix("pissa_niter_"))
-        lora_A, lora_B = first_values.pissa_niter(matrix, rank, scaling, iterations=iterations, seed=seed)
-    else:
-        lora_A, lora_B = first_values.pissa(matrix, rank, scaling)
-    if reduces_base(init):
-        lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
+def _decompose(weight: torch.Tensor, layer: LoraLinear) -> first_values.Factors:
+    """The quantization error's factors (LoftQ, Li et al. 2023).
+
+    With one iteration, PEFT's default, the base is the quantized weight itself, which anyone can reproduce.
+    """
+    assert isinstance(layer.base_layer, QuantizedWeight)
+    error = weight.float() - layer.base_layer.quantize_whole(weight).float()
+    lora_A, lora_B = first_values.principal_factors(error, layer.lora.lora_A.out_features, layer.lora.scaling)
     return lora_A.contiguous(), lora_B.contiguous()
 
 
 # --- a pretrained adapter: each rank reads its own rows ---
 
 
-def check_fits(
-    adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None, init: str
-) -> None:
+def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str, declared_base: str | None) -> None:
     """Refuse an adapter whose base has another name on the hub, or whose tensors do not fit this model.
 
     declared_base: the option --base_name.
@@ -101,8 +82,6 @@ def check_fits(
             f"the same, in other bits or under another name, give --base_name {base}."
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
-    if reduces_base(init):  # saved with twice the rank
-        shapes = {name: (2 * a, b) if name.endswith("lora_A.weight") else (a, 2 * b) for name, (a, b) in shapes.items()}
     shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
     if differences := tensor_differences(adapter.shapes, shapes):
         raise UserError(
@@ -112,51 +91,19 @@ def check_fits(
 
 
 @torch.no_grad()
-def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Read the factors to subtract from the base from an adapter of twice the rank, before the base is loaded.
-
-    Collective.
-    """
-    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
-        for name, parameter in adapter_parameters(model):
-            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=1))
-    for layer in adapted_weights(model).values():
-        layer.subtract_from_base()
-
-
-@torch.no_grad()
-def fill_from(
-    model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device, *, init: str
-) -> None:
+def fill_from(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
     """Copy the values of a pretrained adapter to the adapter of a loaded model. Collective."""
-    half = 0 if reduces_base(init) else None
     parameters = [*adapter_parameters(model), *full_parameters(model)]
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
         for name, parameter in parameters:
-            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=half))
+            store_rows(parameter, _rows(file, adapter, name, parameter, mesh))
     log.info("The adapter starts from %s (%d tensors).", adapter.folder, len(parameters))
 
 
-def _rows(
-    file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh, *, half: int | None
-) -> torch.Tensor:
-    """This rank's rows of a tensor, float32.
-
-    Args:
-        half: selects from a tensor of twice the rank: 0 the trained factors, [A; ...] and [B, ...], 1 the subtracted
-            ones, [...; A0] and [..., -B0]; None selects all.
-    """
+def _rows(file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a tensor, float32."""
     first, last = own_rows(parameter, mesh)
-    tensor = file.get_slice(adapter.names[name])
-    if half is None or ".lora_" not in name:
-        rows = tensor[first:last]
-    elif name.endswith("lora_A.weight"):
-        start = half * parameter.shape[0]
-        rows = tensor[start + first : start + last]
-    else:
-        rank = parameter.shape[1]
-        rows = tensor[first:last][:, half * rank : (half + 1) * rank] * (1 - 2 * half)
-    rows = rows.float()
+    rows = file.get_slice(adapter.names[name])[first:last].float()
     if not rows.isfinite().all():
         raise UserError(f"{name} has values that are not finite")
     return rows

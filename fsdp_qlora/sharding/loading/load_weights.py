@@ -17,9 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fsdp_qlora.distributed.shards import own_rows, store_rows
-from fsdp_qlora.model.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.model.adapters.insert import adapter_modules
-from fsdp_qlora.model.adapters.lora import LoraLinear
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, StoredParameter, write_bytes
@@ -51,9 +49,6 @@ def load_weights(
         UserError: a file cannot be read, or a weight is not finite.
     """
     targets = _targets(model, packed=weights.packed)
-    for name, layer in adapted_weights(model).items():
-        if layer.subtracted is not None:
-            targets[name] = _reduced(targets[name], layer)
     names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
     parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
@@ -71,13 +66,12 @@ def load_quantized(
     weights: Weights,
     mesh: DeviceMesh,
     device: torch.device,
-    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Fill one quantized layer, which has memory already, from the weight `name`. change: applied to flat values."""
+    """Fill one quantized layer, which has memory already, from the weight `name`."""
     targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
     for tensor, target in targets.items():
         values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
-        _store(target, change(values) if change else values, mesh, device, tensor)
+        _store(target, values, mesh, device, tensor)
 
 
 class _Target(NamedTuple):
@@ -133,16 +127,6 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
 
 def _quantized(layer: QuantizedWeight) -> _Target:
     return _Target(torch.Size(layer.shape), layer.shard_range, layer.load_shard, on_device=True, is_weight=True)
-
-
-def _reduced(target: _Target, layer: LoraLinear) -> _Target:
-    """A target that stores the weight minus the adapter's initial update."""
-
-    def store(values: torch.Tensor, mesh: DeviceMesh) -> None:
-        assert target.bounds is not None
-        target.store(subtract(layer, values, target.bounds(mesh)[0]), mesh)
-
-    return target._replace(store=store, on_device=True)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
