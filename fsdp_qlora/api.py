@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import yaml
@@ -29,6 +29,11 @@ from fsdp_qlora.utils.errors import ENDINGS, RunStopped, TrainingError, UserErro
 from fsdp_qlora.utils.files import ROWS_IN_MEMORY, cache_folder, read_json, staged_file
 from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.run_files import METRICS_FILE, STATUS
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from fsdp_qlora.config.train_options import TrainOptions  # a file of types alone
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class TrainResult:
         return read_records(self.output_dir / METRICS_FILE)
 
 
-def train(config: TrainConfig | str | Path | None = None, **options: Any) -> TrainResult:
+def train(config: TrainConfig | str | Path | None = None, **options: Unpack[TrainOptions]) -> TrainResult:
     """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
 
     The run has its own processes, one per visible GPU (nproc_per_node=1 for one). They end with it, so their memory is
@@ -61,7 +66,7 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
 
     Args:
         config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
-            TrainConfig, whose fields editors complete and type checkers check.
+            TrainConfig. Editors complete, and type checkers check, its fields and the keywords.
         options: the options of `fsdp-qlora train --help`. Lists may be lists. `dataset` and `eval_dataset` may be rows:
             a list of dicts, a `datasets.Dataset` or a pandas frame. They are kept in the cache, in a file named by
             their content, so that the same rows resume a run.
@@ -71,8 +76,9 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
         RunStopped: a signal has stopped it, with a checkpoint.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button, has stopped it, with a checkpoint.
     """
-    files = {name: _in_file(options[name]) for name in ("dataset", "eval_dataset") if name in options}
-    chosen = make_train_config(config, options | files)
+    given: dict[str, Any] = {**options}
+    given |= {name: _in_file(given[name]) for name in ("dataset", "eval_dataset") if name in given}
+    chosen = make_train_config(config, given)
     if launch.is_started_by_others():
         from fsdp_qlora.run.run import run
 

@@ -1,14 +1,16 @@
-"""Writes docs/options.md from the fields of TrainConfig.
+"""Writes docs/options.md, and the types of the keywords of `train`, from the fields of TrainConfig.
 
 --check only says whether it is up to date.
 
 python scripts/update_docs.py
 """
 
+import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import get_origin
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin
 
 from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, OF_ADAPTER, PER_NODE, Mark, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, names_marked, option_types
@@ -17,6 +19,7 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ROOT / "docs" / "options.md"
+TYPES = ROOT / "fsdp_qlora" / "config" / "train_options.pyi"
 
 INTRODUCTION = """\
 # Options
@@ -73,11 +76,43 @@ def _names(names: list[str] | tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def types_file() -> str:
+    """The text of fsdp_qlora/config/train_options.pyi: what an editor shows of the keywords of `train`."""
+    lines = [
+        '"""The keywords of `fsdp_qlora.train`, for editors and type checkers. Written by scripts/update_docs.py."""',
+        "# ruff: noqa",
+        "# fmt: off",
+        "",
+        "from collections.abc import Sequence",
+        "from os import PathLike",
+        "from typing import Any, Literal, TypedDict",
+        "",
+        "class TrainOptions(TypedDict, total=False):",
+    ]
+    texts = {name: text for options in option_help().values() for name, text in options.items()}
+    for name, hint in option_types().items():
+        accepted = "Any" if name in ("dataset", "eval_dataset") else _accepted(hint)  # rows, too
+        lines += [f"    {name}: {accepted}", f"    {json.dumps(texts[name], ensure_ascii=False)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _accepted(hint: object) -> str:
+    """The Python values that an option takes, as a type."""
+    if get_origin(hint) in (Union, UnionType):
+        return " | ".join(_accepted(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return f"Literal[{', '.join(map(repr, get_args(hint)))}]"
+    if get_origin(hint) is tuple:
+        return "str | PathLike[str] | Sequence[Any]"
+    return {str: "str | PathLike[str]", NoneType: "None"}.get(hint) or hint.__name__  # type: ignore[attr-defined]
+
+
 def main(argv: list[str]) -> int:
-    page = options_page()
+    contents = {OPTIONS: options_page(), TYPES: types_file()}
     if "--check" in argv:
-        return int(not OPTIONS.is_file() or OPTIONS.read_text() != page)
-    OPTIONS.write_text(page)
+        return int(any(not path.is_file() or path.read_text() != text for path, text in contents.items()))
+    for path, text in contents.items():
+        path.write_text(text)
     return 0
 
 

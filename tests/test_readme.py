@@ -282,7 +282,7 @@ def test_settings_of_other_programs_are_named_as_the_messages_name_them() -> Non
         assert [name for name, now in here.items() if now not in ours and OLDER[now].option not in ours] == [], line
 
 
-def test_the_page_of_options_is_that_of_the_code() -> None:
+def test_the_page_and_the_types_of_options_are_those_of_the_code() -> None:
     assert update_docs.main(["--check"]) == 0, "python scripts/update_docs.py"
 
 
