@@ -35,6 +35,7 @@ _KEPT_UNNAMED = 8  # sampler weights without a name, of a model
 _MOST_SAMPLES = 1024  # of requests that are answered together
 _SWEEP_SECONDS = 60.0  # between two looks for weights that have expired
 _IDLE_SECONDS = 3600.0  # after which older unnamed weights are deleted that nobody samples from
+_KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
 _MOST_TRIES = 3  # of a request during which the service ends
 _REQUESTS: dict[str, Any] = {
     "create_model": types.CreateModelRequest,
@@ -117,6 +118,7 @@ class Desk:
 
     def take(self, seconds: float) -> Order | None:
         """The next order; None if there is none within these seconds."""
+        self._sweep()
         while not self._orders:
             with self._ready:
                 piece = self._first() or (self._ready.wait(seconds) and self._first())
@@ -130,10 +132,7 @@ class Desk:
                 self._orders.extend(self._orders_of(piece))
             except (UserError, ValidationError) as error:
                 self.refuse(str(error) if isinstance(error, UserError) else describe_invalid(error))
-        if not self._orders:
-            self._delete_expired()
-            return None
-        return self._orders.popleft()
+        return self._orders.popleft() if self._orders else None
 
     def finish(self, order: Order, results: list[Result]) -> None:
         """Record what an order has led to, and tell the clients that wait for it."""
@@ -181,7 +180,8 @@ class Desk:
             if piece.kind == "asample":
                 return piece
             if piece.target not in self._next:
-                self._next[piece.target] = self.records.last_done(piece.target) + 1
+                live = (self.records.get("model", piece.target) or {}).get("live", -1)
+                self._next[piece.target] = max(live, self.records.last_done(piece.target)) + 1
             if piece.seq == self._next[piece.target]:
                 return piece
         return None
@@ -352,9 +352,11 @@ class Desk:
 
     # --- files ---
 
-    def _delete_expired(self) -> None:
+    def _sweep(self) -> None:
+        """Delete now and then what has expired, and old results."""
         if time.monotonic() - self._swept_at > _SWEEP_SECONDS:
             self._swept_at = time.monotonic()
+            self.records.forget_old(_KEPT_RESULTS)
             for uri, about in list(self.records.find("checkpoint")):
                 if about["expires"] and about["expires"] < time.time():
                     self.delete(uri)

@@ -120,6 +120,11 @@ class Records:
         """Free what repeating a target's pieces up to a number would need; their results stay."""
         self._execute("UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'", target, seq)
 
+    def forget_old(self, kept: int) -> None:
+        """Delete all but so many of the newest pieces: samples, and what needs no repeating."""
+        old = "state != 'waiting' AND number <= (SELECT MAX(number) FROM pieces) - ?"
+        self._execute(f"DELETE FROM pieces WHERE {old} AND (kind = 'asample' OR body = x'')", kept)
+
     def _execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._file.execute(statement, values).fetchall()
