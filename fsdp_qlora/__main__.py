@@ -54,7 +54,6 @@ COMMANDS = {
     "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options),
     "export": Command("export a checkpoint as an adapter", models.export, models.export_options),
     "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
-    "gguf": Command("write a merged model or an adapter for llama.cpp", models.gguf, models.gguf_options),
     "generate": Command("generate text", inference.generate, inference.generate_options),
     "evaluate": Command(
         "measure loss and perplexity, or lm-eval tasks", inference.evaluate, inference.evaluate_options

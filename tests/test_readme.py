@@ -22,7 +22,6 @@ from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OLDER, OTHER_NAMES
 from fsdp_qlora.planning.offers import KNOWN_MODELS
 from scripts import update_docs
-from tests.commands.test_gguf import stand_in_llama_cpp
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -37,7 +36,7 @@ OTHER_FLAGS = {
     *("out", "format", "expansion_rate", "best", "for", "version", "json"),  # our commands
     *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
     "price_per_hour",
-    *("base", "dtype", "model", "type", "llama_cpp", "modelfile"),  # merge and gguf
+    *("base", "dtype", "outfile", "outtype"),  # merge and llama.cpp
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate
     *(
@@ -136,7 +135,6 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("LLAMA_CPP", str(stand_in_llama_cpp(tmp_path / "llama.cpp")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("name a river\n"))  # of a chat
     for name in ("output", "output_2"):  # runs
@@ -147,13 +145,11 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
     for number, (_, command, *words) in enumerate(lines):
-        if command in ("merge", "gguf", "generate", "evaluate"):
+        if command in ("merge", "generate", "evaluate"):
             # As in training's commands, the folders and files that a reader has are replaced.
             merged, out = tmp_path / "merged", tmp_path / f"{number}.out"
             stand_ins = {
                 "adapter": tmp_path / "run",
-                "model": merged,
-                **({"base": models()} if command == "gguf" else {}),
                 "dataset": rows,
                 "model_name": models(),
                 "prompts": rows,

@@ -14,7 +14,7 @@ from fsdp_qlora.utils.text import format_bytes
 
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
-    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "triton", "gguf",
+    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "triton",
     "flash-linear-attention", "causal-conv1d", "mamba-ssm", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 _VARIABLES = re.compile(
