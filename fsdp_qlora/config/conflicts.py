@@ -185,6 +185,8 @@ def _rollout_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.context_parallel_size != 1 and c.neftune_alpha:
+        yield "--neftune_alpha needs whole rows on a rank: leave out --context_parallel_size."
     if c.context_parallel_size != 1 and c.batching == "padded":
         yield "--context_parallel_size divides rows without padding among ranks: leave out --batching padded."
     if c.batch_size * c.longest_row > _MOST_TOKENS:

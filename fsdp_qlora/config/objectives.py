@@ -226,7 +226,7 @@ _OF_TEACHER = ("beta", "temperature", "sft_weight", "teacher", "teacher_adapter"
 _OF_ONLINE_TEACHER = ("beta", "temperature", "teacher", "teacher_url", "top_k", "max_completion_length", "rollout_url")
 
 OBJECTIVES: dict[str, Objective] = {
-    "sft": Objective(TEXTS),
+    "sft": Objective(TEXTS, options=("neftune_alpha",)),
     "dpo": Objective(PAIRS, margin_loss, has_reference=True, options=_OF_MARGIN),
     "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "kto_weights")),

@@ -161,6 +161,9 @@ class TrainConfig:
     grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. Lower it when the loss jumps; 0 turns
     clipping off."""
+    neftune_alpha: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Noise on the embeddings in training (NEFTune): even, up to neftune_alpha / sqrt(tokens of the row * hidden size);
+    5 is usual for short instructions, 0 is none."""
     batching: Annotated[Literal["padding_free", "packed", "padded"], MAY_DIFFER] = "padding_free"
     """Layout of a micro-batch. padding_free concatenates its rows without padding, keeps attention within each row and
     gives all ranks about equally many tokens. packed also takes as many rows as fit batch_size x context_length tokens,

@@ -73,6 +73,8 @@ class TrainOptions(TypedDict, total=False):
     "Weight decay; 0.01 to 0.1 is usual when all weights train."
     grad_norm: float
     "Largest global gradient norm; larger gradients are scaled down to it. Lower it when the loss jumps; 0 turns clipping off."
+    neftune_alpha: float
+    "Noise on the embeddings in training (NEFTune): even, up to neftune_alpha / sqrt(tokens of the row * hidden size); 5 is usual for short instructions, 0 is none."
     batching: Literal['padding_free', 'packed', 'padded']
     "Layout of a micro-batch. padding_free concatenates its rows without padding, keeps attention within each row and gives all ranks about equally many tokens. packed also takes as many rows as fit batch_size x context_length tokens, which saves time with gradient_accumulation_steps above 1. padded pads to the longest row, as some models need."
     early_stopping: int
@@ -99,8 +101,8 @@ class TrainOptions(TypedDict, total=False):
     "Tokens to add to the tokenizer, such as <think>,</think>, or a .txt file with one in each line. Only their rows of embeddings and head train, as with PEFT's trainable_token_indices. A row starts from the mean of all rows, or, as in \"<think>: begin to reason\", of a description's; that of a token which the model has already is kept."
     use_rslora: bool
     "Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."
-    init_lora_weights: str | PathLike[str]
-    "Initial values of the adapter: true (A random, B zero), or from each weight: pissa or olora (main directions, removed from the base), pissa_niter_16 (approximate and much faster), loftq (the quantization error)."
+    init_lora_weights: Literal['true', 'loftq']
+    "Initial values of the adapter: true (A random, B zero), or loftq (from the quantization error)."
     rank_pattern: str | PathLike[str] | Sequence[Any]
     "Ranks that differ for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression for the end of a path, as in PEFT, and the first match wins."
     alpha_pattern: str | PathLike[str] | Sequence[Any]

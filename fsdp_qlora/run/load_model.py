@@ -217,6 +217,7 @@ def build_forward(
         context=context,
         heartbeat=control.heartbeat,
         towers=[*plan.model.meta.parts.towers.values()],
+        neftune_alpha=config.neftune_alpha,
     )
     forward.probe()
     return forward

@@ -37,7 +37,8 @@ class ForwardPass:
 
     collator: makes them. attention: the implementation for documents, as of the model's plan; None if rows are padded.
     reference: computes what the policy is compared with in the same pass. temperature: that logits are divided by.
-    context: the ranks that share this one's micro-batches. towers: the parts that compute images.
+    context: the ranks that share this one's micro-batches. towers: the parts that compute images. neftune_alpha: of
+    noise on the embeddings in training (Jain et al. 2023).
     """
 
     model: PreTrainedModel
@@ -50,9 +51,19 @@ class ForwardPass:
     context: ContextGroup = field(default_factory=ContextGroup)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     towers: Sequence[nn.Module] = ()
+    neftune_alpha: float = 0.0
 
     def __post_init__(self) -> None:
         self.loss_of_tokens: HeadLoss = partial(loss_of_logits, self.model, temperature=self.temperature)
+        self._lengths: torch.Tensor | int = 1  # of each token's row, [1, T, 1], or of all
+        if self.neftune_alpha:
+            self.model.get_input_embeddings().register_forward_hook(self._add_noise)
+
+    def _add_noise(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        if not self.model.training:
+            return output
+        noise = torch.empty_like(output).uniform_(-1, 1)  # of the micro-batch's own seed
+        return output + (noise * (self.neftune_alpha * (self._lengths * output.shape[-1]) ** -0.5)).to(output.dtype)
 
     def probe(self) -> None:
         """Find how the loss can be computed, with a few tokens. Called on every rank.
@@ -89,6 +100,11 @@ class ForwardPass:
             self.model, batch.tokens_of_ranks, first=batch.input_ids.numel(), has_images=batch.calls_towers
         )
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
+        ends = on_device.documents.get("cu_seq_lens_q")
+        self._lengths = batch.input_ids.shape[1]
+        if self.neftune_alpha and ends is not None:
+            of_rows = ends.diff()
+            self._lengths = of_rows.repeat_interleave(of_rows, output_size=self._lengths)[:, None].to(torch.float32)
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
         if isinstance(reduction, Teacher):
             ids, logps = (on_device.answers.get(f"teacher_{name}") for name in ("ids", "logps"))
