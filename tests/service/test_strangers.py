@@ -1,0 +1,217 @@
+"""Requests that no client sends: each gets an error, nothing is written outside the folder, and the service goes on."""
+
+import json
+import random
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from tests.service.harness import KEY, Service, assert_equal, datums, said
+
+OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
+OTHERS = ["create_session", "create_model", "get_info", "create_sampling_session", "session_heartbeat", "weights_info"]
+JSON = [*OF_MODELS, *OTHERS, "asample", "retrieve_future"]
+ODD: list[Any] = [None, True, -1, 2**70, 1e400, float("nan"), "", "x" * 100_000, [], {}, [[]], "../../x", "\0"]
+PATHS = ["../../../outside", "/outside", "a/b", "..", ".", ".hidden", "x\0y", "a" * 4_000, "tinker://a/weights/b", ""]
+
+
+class Stranger:
+    """Makes wrong requests out of right ones: (path, body, headers)."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self.choose, self.service = random.Random(seed), service
+        self.trainer = service.trainer()
+        self.number = 0  # of the trainer's last request: a hole would stop it
+        self.session, self.model = self.trainer.holder.get_session_id(), self.trainer.model_id
+        sampler = service.client().create_sampling_client(base_model=service.model).result()
+        self.sampler = sampler._sampling_session_id
+
+    def right(self, kind: str) -> dict[str, Any]:
+        """A request that would be answered."""
+        of_model = {"model_id": self.model, "seq_id": self.number + 1} if kind in OF_MODELS else {}
+        name = f"n{self.choose.randrange(10**9)}"
+        asked = {"max_tokens": 2, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+        bodies: dict[str, dict[str, Any]] = {
+            "create_session": {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"},
+            "create_model": {
+                "session_id": self.session,
+                "model_seq_id": self.choose.randrange(10**6),
+                "base_model": self.service.model,
+                "lora_config": {"rank": 2},
+            },
+            "get_info": {"model_id": self.model},
+            "optim_step": {"adam_params": {"learning_rate": 1e-3}},
+            "save_weights": {"path": name},
+            "save_weights_for_sampler": {"path": name},
+            "load_weights": {"path": f"tinker://{self.model}/weights/none", "optimizer": True},
+            "asample": {
+                "sampling_session_id": self.sampler,
+                "seq_id": self.choose.randrange(10**9),
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]},
+                "sampling_params": asked,
+            },
+            "create_sampling_session": {
+                "session_id": self.session,
+                "sampling_session_seq_id": self.choose.randrange(10**9),
+                "base_model": self.service.model,
+            },
+            "session_heartbeat": {"session_id": self.session},
+            "retrieve_future": {"request_id": "x"},
+            "weights_info": {"tinker_path": f"tinker://{self.model}/weights/none"},
+        }
+        return {**bodies[kind], **of_model}
+
+    def wrong(self) -> tuple[str, Any, dict[str, str]]:
+        makers: list[Callable[[], tuple[str, Any, dict[str, str]]]] = [
+            self.odd_value, self.odd_value, self.bad_path, self.no_json, self.odd_tensor, self.odd_prompt, self.no_key,
+            self.unknown, self.rubbish,
+        ]  # fmt: skip
+        return self.choose.choice(makers)()
+
+    def odd_value(self) -> tuple[str, Any, dict[str, str]]:
+        """A field that is missing, has another type, or is not known."""
+        kind = self.choose.choice(JSON)
+        body = self.right(kind)
+        free = {"tags", "user_metadata", "model_id", "seq_id", "sampling_session_id"}
+        name = self.choose.choice(sorted(body.keys() - free) or ["model_id"])
+        body[name] = self.choose.choice([value for value in ODD if type(value) is not type(body[name])])
+        if self.choose.random() < 0.3:
+            body = {**self.right(kind), "surplus": 1} if kind in ("optim_step", "save_weights") else {}
+        return f"/api/v1/{kind}", body, {}
+
+    def bad_path(self) -> tuple[str, Any, dict[str, str]]:
+        name = self.choose.choice(PATHS)
+        kind = self.choose.choice([*OF_MODELS[1:], "create_sampling_session", "weights_info"])
+        body = self.right(kind)
+        body |= {"tinker_path": name} if kind == "weights_info" else {"path": name}
+        if kind == "create_sampling_session":
+            body = {**self.right(kind), "model_path": name}
+            del body["base_model"]
+        return f"/api/v1/{kind}", body, {}
+
+    def no_json(self) -> tuple[str, Any, dict[str, str]]:
+        body = self.choose.choice([b"", b"{", b"[1]", b"\xff\xfe", b"null", b"[" * 100_000, b'"x"', b"\0" * 999])
+        return f"/api/v1/{self.choose.choice(JSON)}", body, {}
+
+    def odd_tensor(self) -> tuple[str, Any, dict[str, str]]:
+        """A forward_backward with something wrong in it."""
+        [datum], number = datums(1, self.choose.randrange(99)), self.number + 1
+        batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+        request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, self.model, number))
+        first, how = request.data[0], self.choose.randrange(12)
+        weights, targets = first.loss_fn_inputs["weights"], first.loss_fn_inputs["target_tokens"]
+        if how == 0:
+            weights.shape[0] += 1
+        elif how == 1:
+            weights.dtype = 99  # type: ignore[assignment]
+        elif how == 2:
+            del first.loss_fn_inputs["weights"]
+        elif how == 3:
+            first.model_input[0].encoded_text.tokens = b"\xff\xff\xff\x7f" * len(datum.model_input.to_ints())
+        elif how == 4:
+            first.model_input[0].encoded_text.tokens = b"123"
+        elif how == 5:
+            first.model_input[0].image.data = b"no picture"
+        elif how == 6:
+            request.loss_fn = self.choose.choice(["", "custom", "stable_reinforce", "__class__", "x" * 9_999])
+        elif how == 7:
+            targets.dense = b"\xff" * len(targets.dense)
+        elif how == 8:
+            targets.shape[:] = [2**40, 2**40]
+        elif how == 9:
+            targets.sparse_csr.crow_indices = b"\x01" * 64
+        elif how == 10:
+            del request.data[:]
+        else:
+            first.model_input[0].encoded_text.tokens *= 1_000
+        return "/api/v1/forward_backward", request.SerializeToString(), {"Content-Type": "application/x-protobuf"}
+
+    def odd_prompt(self) -> tuple[str, Any, dict[str, str]]:
+        body = self.right("asample")
+        odd: list[dict[str, Any]] = [
+            {"prompt": {"chunks": []}},
+            {"prompt": "text"},
+            *(
+                {"prompt": {"chunks": [{"type": "encoded_text", "tokens": ids}]}}
+                for ids in ([-5], [10**7], [3] * 9_999)
+            ),
+            {"prompt": {"chunks": [{"type": "image", "data": "AAAA", "format": "png"}]}},
+            *({"num_samples": each} for each in (0, 10**9)),
+            *({"sampling_params": {"max_tokens": each}} for each in (-1, "many")),
+            *({"sampling_params": {"max_tokens": 2, "temperature": each}} for each in (-1, 1e400)),
+            *({"sampling_params": each} for each in ({"top_p": 0}, {"stop": {"a": 1}}, {"top_k": -9})),
+            *({name: 10**9} for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs")),
+            *({"sampling_session_id": each, "seq_id": None} for each in ("none", None)),
+        ]
+        return "/api/v1/asample", body | self.choose.choice(odd), {}
+
+    def no_key(self) -> tuple[str, Any, dict[str, str]]:
+        kind = self.choose.choice(["create_session", "healthz", "retrieve_future"])
+        body = self.right("create_session") if kind == "create_session" else {}
+        return f"/api/v1/{kind}", body, {"X-API-Key": self.choose.choice(["", KEY[:-1], KEY + "x", "tml-\xe9"])}
+
+    def unknown(self) -> tuple[str, Any, dict[str, str]]:
+        path = self.choose.choice(["/", "/api/v1/../../etc/passwd", "/api/v1/nothing", "/docs", "/api/v2/x", "/%00"])
+        return path, {}, {}
+
+    def rubbish(self) -> tuple[str, Any, dict[str, str]]:
+        size = self.choose.choice([1, 100, 10_000, 70_000_000])
+        body = (self.choose.randbytes(min(size, 10_000)) * (size // min(size, 10_000)))[:size]
+        kind = self.choose.choice(["forward_backward", "optim_step", "asample"])
+        return f"/api/v1/{kind}", body, {"Content-Type": self.choose.choice(["application/x-protobuf", "a" * 99])}
+
+
+def is_refused(service: Service, path: str, body: Any, headers: dict[str, str]) -> bool:
+    """Whether a request is answered with an error, at once or by its future."""
+    status, answer = said(service, path, body, **headers)
+    if status != 200:
+        return 400 <= status < 500 and status not in (408, 409, 429)  # at which the client would try again
+    if "request_id" not in (answer or {}):
+        return False
+    status, answer = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
+    return status == 200 and "error" in answer
+
+
+def is_known(service: Service, request: str) -> bool:
+    """Whether a request was taken, so that its number counts as used though it failed."""
+    return said(service, "/api/v1/retrieve_future", {"request_id": request})[0] == 200
+
+
+def outside(service: Service) -> dict[Path, int]:
+    """What is around the service's folder, with its sizes."""
+    around = service.folder.parent
+    return {
+        path: path.stat().st_size
+        for path in around.rglob("*")
+        if path.is_file() and service.folder not in path.parents and path != service.log
+    }
+
+
+@pytest.fixture
+def before(service: Service) -> Iterator[dict[Path, int]]:
+    yield outside(service)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
+def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, int], seed: int) -> None:
+    stranger = Stranger(service, seed)
+    for number in range(40):
+        path, body, headers = stranger.wrong()
+        shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
+        assert is_refused(service, path, body, headers), (number, path, shown, headers)
+        stranger.number += is_known(service, f"{stranger.model}:{stranger.number + 1}")
+    assert outside(service) == before
+    names = {path.name for path in service.folder.rglob("*") if path.is_file()}
+    assert all(set(name) <= {*string.ascii_letters, *string.digits, *"._-"} for name in names)
+    client, twin = service.trainer(seed=9), service.trainer(seed=9)  # it goes on, and counts right
+    for each in (client, twin):
+        each.forward_backward(datums(2), "cross_entropy").result()
+        each.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    assert_equal(service.adapter(client, "end"), service.adapter(twin, "end"), 0)
