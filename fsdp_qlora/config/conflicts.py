@@ -136,8 +136,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.beta == 0 and chosen.beta > 0:
         yield f"--beta must be above 0 for --objective {c.objective}."
     if c.distills and c.objective_settings["beta"] > 1:
-        sides = "0, KL(teacher || student), and 1, KL(student || teacher)"
-        yield f"--beta of --objective {c.objective} is between {sides}."
+        yield f"--beta of --objective {c.objective} is between 0, the forward KL divergence, and 1, the reverse one."
     if c.precompute_reference and (not c.has_reference or c.distills):
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if not c.teacher and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k")) and c.distills:
@@ -159,8 +158,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
             "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
         )
     if c.teaches_itself and (c.batching == "padded" or c.context_parallel_size != 1):
-        joins = f"--objective {c.objective} joins two texts to a row"
-        yield f"{joins}: leave out --batching padded and --context_parallel_size."
+        yield f"--objective {c.objective} joins two texts: leave out --batching padded and --context_parallel_size."
     if c.learn == "all":
         yield f"--objective {c.objective} trains on answers only: leave out --learn all."
 

@@ -16,14 +16,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import value_text
+from fsdp_qlora.data.batches.taught import bytes_per_token
 from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB, format_count
+from fsdp_qlora.utils.text import GIB, format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -83,7 +85,7 @@ def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[st
     yield f"{verdict}: {report.needed / GIB:.1f} of {gpu_gib:g} GiB on each GPU ({share:.0%})"
     beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
     yield f"host memory: {run.host_bytes / GIB:.1f}{beside} GiB" + ("" if run.fits_host else ", too much")
-    yield from (*report.details(), *_generation_lines(run), "", *report.chart(), "")
+    yield from (*report.details(), *_generation_lines(run), *_teacher_lines(planner, run), "", *report.chart(), "")
     if explain:
         yield from (*report.largest(), "")
     yield _speed_line(run)
@@ -106,6 +108,24 @@ def _generation_lines(run: PlannedRun) -> list[str]:
     generation = plan_generation(run.placed, answers, longest, most_new, free, request.gpu)
     line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
+
+
+def _teacher_lines(planner: Planner, run: PlannedRun) -> list[str]:
+    """The pass of another model over the rows before training, as it is planned; nothing without one."""
+    config, tokens = run.config, run.tokens / run.config.num_epochs
+    if not config.teacher or config.teacher_url:
+        return []
+    from fsdp_qlora.planning.run_plan import teacher_config
+
+    teacher = make_planner(teacher_config(config), run.request)
+    asked, gpu = teacher.as_asked(), run.request.gpu
+    size = size_of(asked.placed.model.meta.parts)._replace(trains=False)
+    hours = tokens / tokens_per_second(asked.placed, size, teacher.rows(asked.config).micro_batch, gpu) / 3600
+    learned = planner.data.train.num_targets.sum() if planner.data else tokens
+    line = f"teacher: {config.teacher}, about {hours:,.1f} hours for {format_count(tokens)} tokens before training, "
+    line += f"{asked.report.needed / GIB:.1f} GiB of each GPU, {asked.host_bytes / GIB:.1f} of the host; "
+    line += f"{format_bytes(learned * bytes_per_token(config.top_k))} of files"
+    return textwrap.wrap(line, 80, subsequent_indent="  ")
 
 
 def _speed_line(run: PlannedRun) -> str:

@@ -48,6 +48,7 @@ from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.sharding.optimizer import check_optimizer, check_shard_sizes
 from fsdp_qlora.training.generation.generate import PromptFormat, read_questions
 from fsdp_qlora.training.generation.tasks import Tasks
+from fsdp_qlora.training.probes import head_loss_blocker
 from fsdp_qlora.training.rl.rewards import Scorer, check_answers
 from fsdp_qlora.utils.environment import describe_environment
 from fsdp_qlora.utils.errors import UserError
@@ -106,6 +107,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
     config = with_kept_context(config, ranks, store)
     model = plan_model(config, machine, store)
+    if config.distills:
+        _refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_rows(config, model)
     stop_text, tokenizer, prompt = "", model.tokenizer, data.provenance["prompt"]
@@ -157,6 +160,12 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **{**plain, **own, **kept}, gradient_accumulation_steps=1)
 
 
+def _refuse_whole_logits(plan: ModelPlan) -> None:
+    """Raise UserError for a model of which no divergence can be computed in chunks."""
+    if reason := head_loss_blocker(plan.meta.model):
+        raise UserError(f"Distillation compares distributions in chunks of tokens, but {reason}.")
+
+
 def plan_teacher(
     config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
 ) -> PlacedModel | None:
@@ -179,11 +188,11 @@ def plan_teacher(
         )
     if not plan:
         return None
+    _refuse_whole_logits(plan)
     teacher = place(own, plan, longest, store)
     count, size = int(data.train.num_targets.sum()), bytes_per_token(config.top_k)
     log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))
-    for line in PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines():
-        log.log(logging.INFO if config.dry_run else logging.DEBUG, "  %s", line)
+    log_plan(config, *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines())
     return teacher
 
 

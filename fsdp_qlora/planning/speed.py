@@ -81,7 +81,8 @@ class Size(NamedTuple):
     """The sizes that a model's time depends on.
 
     linear, head, adapter: numbers of weights that work on a token, in the blocks' matrices, the head and the adapters.
-    stored: bytes of the base. decoding: bytes moved to decode a weight once, 0 if the base is not quantized.
+    stored: bytes of the base. decoding: bytes moved to decode a weight once, 0 if the base is not quantized. trains:
+    False for a forward pass alone.
     """
 
     blocks: int
@@ -92,6 +93,7 @@ class Size(NamedTuple):
     stored: int
     decoding: float
     trains_all: bool = False
+    trains: bool = True
     mixture: Mixture = Mixture(0, 1, 0, 0)
 
     def decoded(self, tokens: float) -> float:
@@ -119,19 +121,21 @@ def count_work(
         recomputed_share: of the blocks. host_share: of the base, that comes from the host.
         references: forward passes without adapters.
     """
-    again = recomputed_share + references
-    passes = 2 + again + size.trains_all  # forward, again, gradients of inputs, and of weights
-    per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
+    again, trains = recomputed_share + references, size.trains
+    passes = 1 + again + trains * (1 + size.trains_all)  # forward, again, gradients of inputs, and of weights
+    of_adapter, of_head = 1 + 2 * trains + recomputed_share, 1 + trains + references
+    per_token = 2 * (passes * size.linear + of_adapter * size.adapter + of_head * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
-    attention = (3.5 + again) * 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
+    pairs = 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
+    attention = (1 + 2.5 * trains + again) * pairs
     decoding = passes * size.decoding * size.decoded(micro_batch.tokens)
-    elementwise = micro_batch.tokens * size.blocks * size.shapes[0].hidden * 2 * _PASSES * (3 + again) / 4
-    gathers = 2 if frees_blocks else 1
+    elementwise = micro_batch.tokens * size.blocks * size.shapes[0].hidden * 2 * _PASSES * (1 + 2 * trains + again) / 4
+    gathers = 2 if frees_blocks and trains else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
-    from_host = 2 * host_share * size.stored / num_shards
+    from_host = (1 + trains) * host_share * size.stored / num_shards
     products = passes * size.products(micro_batch.tokens)
     operations, memory = micro_batch.tokens * per_token + attention, decoding + elementwise
-    return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
+    return Work(operations, memory, gathered, from_host, products, (1 + trains + again) * size.blocks)
 
 
 def exchanged_bytes(size: Size, tokens: float, num_ranks: int) -> float:
@@ -155,7 +159,7 @@ def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float
 def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
     """Tokens per second of all ranks together. size: of the model's parts."""
     ranks, references = plan.layout.context_size, plan.step.passes - 1
-    again = plan.memory.recomputing / size.blocks
+    again = plan.memory.recomputing / size.blocks * size.trains
     share = micro_batch._replace(tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks)
     work = count_work(
         size,
@@ -166,7 +170,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize
         frees_blocks=plan.layout.frees_blocks,
         references=references,
     )
-    exchanged = (2 + again + references) * exchanged_bytes(size, share.tokens, ranks)
+    exchanged = (1 + size.trains + again + references) * exchanged_bytes(size, share.tokens, ranks)
     work = work._replace(link=work.link + exchanged)
     return micro_batch.useful / seconds(work, gpu)
 

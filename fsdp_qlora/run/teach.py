@@ -30,14 +30,7 @@ from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.engine import Server, ServerTeacher
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import (
-    cache_folder,
-    fingerprint_files,
-    read_json,
-    record_of,
-    refusal_named,
-    staged_file,
-)
+from fsdp_qlora.utils.files import cache_folder, fingerprint_files, read_json, record_of, refusal_named, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -87,7 +80,8 @@ def taught_by_teacher(
         output.mkdir(parents=True, exist_ok=True)
         with refusal_named("output_dir", output), staged_file(output / TEACHER) as partial:
             partial.write_text(json.dumps({"key": key, "top_k": wanted.k, "teacher": config.teacher}))
-    tables = {table.digest: TaughtRows(table, root, key, wanted.k) for table in (plan.data.train, plan.data.evaluation)}
+    filled = filter(len, (plan.data.train, plan.data.evaluation))
+    tables = {table.digest: TaughtRows(table, root, key, wanted.k) for table in filled}
     missing = [(taught, number) for taught in tables.values() for number in _missing(taught, ranks)]
     if kept and (missing or json.loads(key)[-2:] != [config.temperature, vocabulary]):
         raise UserError(

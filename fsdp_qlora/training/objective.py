@@ -73,7 +73,8 @@ class TokenMean:
 
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
         """The metrics, from the sums over all micro-batches of what `measure` gives."""
-        return {}
+        count = totals.num_targets or totals.divisor
+        return {name: total / count for name, total in zip(self.metric_names, sums[1:], strict=True)}
 
     def describe_loss(self, loss: float) -> dict[str, float]:
         """The perplexity, if the loss of an evaluation is a mean over tokens."""
@@ -198,9 +199,6 @@ class Policy(TokenMean):
         is_target, metrics["entropy"] = batch.targets != IGNORE_INDEX, entropy
         return torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)]).mul(is_target).sum(dim=1)
 
-    def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
-        return {name: total / totals.num_targets for name, total in zip(self.metric_names, sums[1:], strict=True)}
-
 
 class Distillation(TokenMean):
     """The mean over target tokens of the divergence from a teacher, and of `sft_weight` times their own loss."""
@@ -216,9 +214,6 @@ class Distillation(TokenMean):
         sums = losses.sum(dim=1)
         loss = sums[0] + (self.settings.sft_weight or 0.0) * sums[2:].sum()
         return torch.stack([loss, *sums.detach()])
-
-    def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
-        return {name: total / totals.divisor for name, total in zip(self.metric_names, sums[1:], strict=True)}
 
 
 # By the name of the kind of rows, see config/objectives.py.

@@ -63,7 +63,7 @@ def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any], temperatu
     Args:
         inputs: the base model's arguments, as in a step, for `few_tokens`. temperature: of the loss that is returned.
     """
-    reason = _head_loss_blocker(model)
+    reason = head_loss_blocker(model)
     if not reason:
         model.eval()
         logits = model(**inputs, use_cache=False).logits
@@ -119,7 +119,7 @@ def _most(error: torch.Tensor) -> float:
     return gather_numbers([torch.nan_to_num(error)], error.device).max().item()
 
 
-def _head_loss_blocker(model: PreTrainedModel) -> str:
+def head_loss_blocker(model: PreTrainedModel) -> str:
     """Why a model's loss cannot be computed from its head; empty if it may be."""
     head, base = model.get_output_embeddings(), model.base_model
     if base is model or head is None or any(module is head for module in base.modules()):

@@ -26,7 +26,7 @@ from fsdp_qlora.planning.speed import BLOCK_SECONDS, MicroBatchSize, count_work,
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import format_count
 from tests.planning.test_placement import REPEATS_KEYS
-from tests.tiny import SIZES, WORDS, flags, write_rows
+from tests.tiny import ROOT, SIZES, WORDS, flags, write_rows
 
 pytestmark = pytest.mark.quick
 
@@ -209,6 +209,20 @@ def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     alone = replace(config, precompute_reference=True)
     speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).planned().tokens_per_second for each in (alone, config)]
     assert 1.2 < speeds[0] / speeds[1] < 1.5
+
+
+def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFixture[str]) -> None:
+    """As docs/distillation.md says. Training it would take over twice as long as its forward pass."""
+    cards = ("--gpu", "RTX 3090", "--num_gpus", "2", "--million_tokens", "10")
+    options = {"context_length": 2048, "batch_size": 4}
+    distilled = {"model_name": "qwen2.5-7b", "objective": "distill", "teacher": "qwen2.5-72b", **options}
+    status, said = _plan(capsys, *cards, **distilled)
+    found = re.search(
+        r"about (\S+) hours .* (\S+) GiB of each GPU, (\S+) of the host; 3.59 GiB", " ".join(said.split())
+    )
+    assert status == 0 and found and found.groups() == ("5.1", "15.6", "39.5")
+    trained = _json(capsys, *cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options)
+    assert float(found[1]) * 2 < trained["hours"] and "5.1" in (ROOT / "docs/distillation.md").read_text()
 
 
 def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:

@@ -144,7 +144,7 @@ def test_what_a_teacher_of_own_answers_cannot_do_is_refused(
         ({**there, "temperature": 0.7}, "leave out --temperature"),
         ({**there, "teacher": models("llama")}, "has the model"),
         ({"eval_fraction": 0.5}, "generates its rows during training"),
-        ({"batching": "padded"}, "joins two texts to a row"),
+        ({"batching": "padded"}, "joins two texts: leave out"),
     ]
     for number, (changed, words) in enumerate(refused):
         argv = flags(output_dir=tmp_path / str(number), log_to="stdout", **on_policy(models("llama"), rows, **changed))

@@ -50,9 +50,7 @@ class TaughtRows:
         digest = hashlib.sha256(json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()).hexdigest()
         self.folder = root / digest[:40]
         self.starts = np.concatenate([[0], table.num_targets.cumsum()])
-        self.files = [
-            np.arange(first, min(first + ROWS_PER_FILE, len(table))) for first in range(0, len(table), ROWS_PER_FILE)
-        ]
+        self.files = np.split(np.arange(len(table)), range(ROWS_PER_FILE, len(table), ROWS_PER_FILE))
         self._arrays: dict[int, Arrays] = {}
 
     def read(self, number: int) -> bool:

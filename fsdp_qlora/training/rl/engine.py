@@ -282,8 +282,7 @@ def _end(connection: socket.socket) -> None:
 
 
 def check_server(url: str, bases: Sequence[str | None], option: str = "rollout_url") -> None:
-    """For rank 0: raise RankError if the server does not answer, has another base or, for rollouts, takes no adapters
-    at run time."""
+    """For rank 0: raise RankError if it does not answer, has another base, or takes no adapters for rollouts."""
     server = Server(url, bases, _START_SECONDS)
     try:
         server.patiently(server.names)
@@ -425,8 +424,7 @@ class ServerTeacher:
 
         def ask() -> str:
             name = self.server.patiently(self.server.names)[0]
-            pairs = list(zip(prompts, completions, strict=True))
-            found = self.server.all_answers(len(pairs), lambda place: self._answer(name, *pairs[place]))
+            found = self.server.all_answers(len(prompts), lambda i: self._answer(name, prompts[i], completions[i]))
             return b64encode(np.concatenate(found).tobytes()).decode()
 
         try:

@@ -179,8 +179,7 @@ class Rollouts:
 
     text_of: the text of an answer's tokens. logprobs: of all tokens of a table under the weights that answered; None
     where those of the step itself are as good. scale_rewards: as the option. next_check: the first step that may find
-    whether a server uses the adapter; None if it is known. teacher: on a server. Without rewards a teacher's
-    probabilities are learned.
+    whether a server uses the adapter; None if it is known. teacher: on a server, if one is asked.
     """
 
     data: RunData
@@ -247,7 +246,10 @@ class Rollouts:
         completions = self.engine.complete([prompt.ids for prompt in prompts], generation, version=step)
         answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
-        values = self._scores(answered, numbers, step) if self.scorer.rewards else {}
+        if self.ranks.is_rank_0:
+            self.scorer.start()
+        score = partial(self.scorer.score, self._batch(answered), numbers)
+        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
         weights = [reward.weight for reward in self.scorer.rewards]
         sums = [_weighted(scores, weights) for scores in zip(*values.values(), strict=True)] or [None] * len(answered)
         if set(sums) == {None} and values:
@@ -284,17 +286,6 @@ class Rollouts:
             if self.ranks.is_rank_0:
                 append_rollouts(self.path, rollouts)
         return rollouts
-
-    def _scores(
-        self, answered: Sequence[tuple[Prompt, Completion]], numbers: list[int], step: int
-    ) -> dict[str, list[float | None]]:
-        """The values of each reward function, on every rank. numbers: of the prompts' rows."""
-        if self.ranks.is_rank_0:
-            self.scorer.start()
-        score = partial(self.scorer.score, self._batch(answered), numbers)
-        values: dict[str, list[float | None]]
-        values = json.loads(run_on_rank_0(lambda: json.dumps(score()), self.control, self.ranks, step))
-        return values
 
     def _check_server(self, table: TokenizedRows, logps: np.ndarray, base: np.ndarray) -> None:
         """Decide whether a server uses the adapter, once its log-probabilities are nearer to one side by half.
