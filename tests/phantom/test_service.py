@@ -1,0 +1,56 @@
+"""A service on GPUs: passes, steps and samples have the numbers of the same service on the CPU."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.phantom.environment import Process, run
+from tests.tiny import _free_port, flags
+
+tinker = pytest.importorskip("tinker", reason="the extra serve is not installed")
+from tests.service import harness  # noqa: E402
+
+
+def used(client: tinker.ServiceClient, model: str) -> tuple[list[float], list[float]]:
+    """Losses of three steps of two passes each, and the log-probabilities of a prompt under the last weights."""
+    trainer = client.create_lora_training_client(model, rank=4, seed=1).result()
+    data, losses = harness.datums(6), list[float]()
+    for _ in range(3):
+        passes = [trainer.forward_backward(part, "cross_entropy") for part in (data[:2], data[2:])]
+        trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        losses += [each.result().metrics["loss:sum"] for each in passes]
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
+    drawn = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=4, seed=1)).result()
+    assert [len(each.tokens) for each in drawn.sequences]
+    return losses, sampler.compute_logprobs(prompt).result()[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"train_type": "lora"}, {"train_type": "qlora", "use_cpu_offload": True}])
+def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
+    options: dict[str, object], models: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, port, found = str(models()), _free_port(), list[tuple[list[float], list[float]]]()
+    usual = {"precision": "bf16", "lora_rank": 8, "context_length": 128, "quant_cache": "off", **options}
+    on_cpu = harness.Service(models(), tmp_path / "on_cpu", 1, **usual)
+    try:
+        expected = used(on_cpu.client(), model)
+    finally:
+        on_cpu.kill()
+
+    def use(processes: Sequence[Process]) -> None:
+        if not found and os.path.exists(tmp_path / "rank0.log") and "Serving" in (tmp_path / "rank0.log").read_text():
+            client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=harness.KEY)
+            found.append(used(client, model))
+            for process in processes:
+                process.kill()
+
+    words = flags(model_name=model, folder=tmp_path / "folder", port=port, api_key=harness.KEY, **usual)
+    settings = {"PHANTOM_VALUES": 1, "PHANTOM_CC": 86}
+    run(["-m", "fsdp_qlora", "serve", *words], tmp_path, ranks=2, settings=settings, while_running=use)
+    for ours, theirs in zip(found[0], expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)
