@@ -342,11 +342,14 @@ class Desk:
             raise UserError("max_tokens must be 1 or more, temperature 0 or more, top_p in (0, 1], top_k -1 or more.")
         if not 0 < request.num_samples <= _MOST_SAMPLES or not 0 <= request.topk_prompt_logprobs <= _MOST_TOP:
             raise UserError(f"num_samples must be 1 to {_MOST_SAMPLES}, topk_prompt_logprobs 0 to {_MOST_TOP}.")
+        last = request.prompt_logprobs_last_n
+        if last is not None and not (request.prompt_logprobs and 0 < last < len(prompt)):
+            raise UserError("prompt_logprobs_last_n goes with prompt_logprobs, and is below the prompt's length.")
         stop = [params.stop] if isinstance(params.stop, str) else params.stop
         drawn: Order = {"max_tokens": most, "temperature": params.temperature, "top_p": params.top_p}
         drawn |= {"top_k": max(params.top_k, 0), "stop": None if stop is None else list(stop)}
         own = {"prompt": prompt.tolist(), "num_samples": request.num_samples, "top": request.topk_prompt_logprobs}
-        own |= {"seed": piece.id if params.seed is None else params.seed, "last": request.prompt_logprobs_last_n}
+        own |= {"seed": piece.id if params.seed is None else params.seed, "last": last}
         own["scores"] = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
         return {"path": path, "params": drawn}, own
 
