@@ -78,6 +78,7 @@ class Desk:
         self._used_at: dict[str, float] = {}  # the models in memory
         self._saved_at: dict[str, float] = {}
         self._steps: dict[str, int] = {}  # since then
+        self._with_gradients: set[str] = set()
         self._sampled_at: dict[str, float] = {}  # weights
         self._in_work: list[Piece] = []
         self._orders: deque[Order] = deque()
@@ -146,15 +147,25 @@ class Desk:
         self.records.finish([(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=True)])
         for piece in pieces:
             self._turn(piece)
-        if order["kind"] == "optim_step" and self._is_save_due(order["model"]):
-            model, seq = order["model"], order["seq"]
-            path = str(self._folder(model, "live", str(seq)))
-            live = {"kind": "save", "model": model, "path": path, "optimizer": True, "answer": {}}
-            self._orders.append({**live, "live": seq, "repeats": True})
+        if order["kind"] == "forward_backward":
+            self._with_gradients.add(order["model"])
+        elif order["kind"] in ("optim_step", "load_weights"):
+            self._with_gradients.discard(order["model"])
+        if self._is_save_due(order):
+            self._orders.append(self._live_order(order["model"], order["seq"]))
 
-    def _is_save_due(self, model: str) -> bool:
+    def _live_order(self, model: str, seq: int) -> Order:
+        """The order that saves a model's state, which has no gradients, after the piece of this number."""
+        path = str(self._folder(model, "live", str(seq)))
+        live = {"kind": "save", "model": model, "path": path, "optimizer": True, "answer": {}}
+        return {**live, "live": seq, "repeats": True}
+
+    def _is_save_due(self, order: Order) -> bool:
+        """Whether a model's state is to be saved. Weights that were loaded may be deleted."""
+        if order["kind"] != "optim_step":
+            return bool(order["kind"] == "load_weights")
+        model, (steps, seconds) = order["model"], self.save_times
         self._steps[model] = self._steps.get(model, 0) + 1
-        steps, seconds = self.save_times
         return 0 < steps <= self._steps[model] or 0 < seconds < time.monotonic() - self._saved_at[model]
 
     def refuse(self, reason: str) -> None:
@@ -162,6 +173,7 @@ class Desk:
         pieces, self._in_work = self._in_work, []
         self._orders.clear()
         for piece in pieces:
+            self._used_at.pop(piece.target, None)  # it may not be where it was
             self._fail(piece, reason)
 
     def _fail(self, piece: Piece, reason: str) -> None:
@@ -195,6 +207,8 @@ class Desk:
         while len(self._used_at.keys() - {model}) >= self.most_models:
             oldest = min(self._used_at.keys() - {model}, key=self._used_at.__getitem__)
             del self._used_at[oldest]
+            if oldest not in self._with_gradients:
+                before.append(self._live_order(oldest, self._next[oldest] - 1))
             before.append({"kind": "drop", "model": oldest, "repeats": True})
         self._used_at[model] = time.monotonic()
         self._saved_at.setdefault(model, time.monotonic())
@@ -257,9 +271,7 @@ class Desk:
         if lora is None or request.optimizer_config.type != "adamw":
             raise UserError("Only LoRA adapters with AdamW are served.")
         if not 0 < lora.rank <= self.most_rank:
-            raise UserError(
-                f"The rank is {lora.rank}; here it is at most {self.most_rank} (--lora_rank of the service)."
-            )
+            raise UserError(f"The rank is {lora.rank}; this service has 1 to {self.most_rank} (its --lora_rank).")
         if not (lora.train_attn or lora.train_mlp):
             raise UserError("The head has no adapter here: train_attn or train_mlp must be true.")
         about = {"rank": lora.rank, "seed": lora.seed or 0, "train_attn": lora.train_attn, "train_mlp": lora.train_mlp}
@@ -324,11 +336,8 @@ class Desk:
 
     def _sample_request(self, piece: Piece) -> tuple[Order, Order]:
         """How a request draws, and what is its own. Raises UserError or ValidationError if it cannot be done."""
-        request, sampler = (
-            types.SampleRequest.model_validate_json(piece.body),
-            self.records.get("sampler", piece.target),
-        )
-        if sampler is None:
+        request = types.SampleRequest.model_validate_json(piece.body)
+        if (sampler := self.records.get("sampler", piece.target)) is None:
             raise UserError(f"There is no sampler {piece.target[:200]!r}.")
         for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
             if getattr(request, name):
