@@ -141,16 +141,16 @@ class Desk:
             self.records.put("checkpoint", order["uri"], order["entry"])
         if "live" in order:
             self._note_live(order["model"], order["live"])
+        if order["kind"] == "forward_backward":
+            self._with_gradients.add(order["model"])
+        elif order["kind"] in ("optim_step", "load_weights"):
+            self._with_gradients.discard(order["model"])
         if order.get("repeats"):
             return
         pieces, self._in_work = self._in_work, []
         self.records.finish([(piece.id, DONE, result) for piece, result in zip(pieces, results, strict=True)])
         for piece in pieces:
             self._turn(piece)
-        if order["kind"] == "forward_backward":
-            self._with_gradients.add(order["model"])
-        elif order["kind"] in ("optim_step", "load_weights"):
-            self._with_gradients.discard(order["model"])
         if self._is_save_due(order):
             self._orders.append(self._live_order(order["model"], order["seq"]))
 
