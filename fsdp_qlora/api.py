@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from uuid import UUID
 
 import yaml
@@ -31,8 +31,6 @@ from fsdp_qlora.utils.records import read_records
 from fsdp_qlora.utils.run_files import METRICS_FILE, STATUS
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
     from fsdp_qlora.config.train_options import TrainOptions  # a file of types alone
 
 

@@ -248,11 +248,7 @@ class StoredValues:
     keeps = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        folder: Path,
-        description: Mapping[str, Any],
-        read_frozen: Callable[[str], torch.Tensor],
+        self, model: nn.Module, folder: Path, description: Mapping[str, Any], read_frozen: Callable[[str], torch.Tensor]
     ) -> None:
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}

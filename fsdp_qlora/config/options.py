@@ -196,9 +196,9 @@ class TrainConfig:
     """Embeddings and head to train in full with the adapter and to save in its file, such as embed_tokens,lm_head; for
     new tokens or another language. Each takes 16 bytes per weight, divided among the ranks."""
     add_tokens: Annotated[tuple[str, ...], OF_ADAPTER] = ()
-    """Tokens to add to the tokenizer, such as <think>,</think>, or a .txt file with one in each line. Only their rows
-    of embeddings and head train, as with PEFT's trainable_token_indices. A row starts from the mean of all rows, or, as
-    in "<think>: begin to reason", of a description's; that of a token which the model has already is kept."""
+    """New tokens, such as <think>,</think>, or a .txt file of one in each line; only their rows of embeddings and head
+    train (PEFT's trainable_token_indices). A row starts from the mean of all, or, as in "<think>: begin to reason", of
+    a description's; that of a token which the model has is kept."""
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: Annotated[Literal["true", "loftq"], OF_ADAPTER] = "true"

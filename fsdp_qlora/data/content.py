@@ -49,8 +49,8 @@ class Segment:
     """A piece of a row's text."""
 
     text: str
-    learned: bool
-    """True where the model learns to write the text, false where it only reads it."""
+    learned: bool | float
+    """True where the model learns to write the text, false where it only reads it; or a weight of its tokens' loss."""
     ends: bool = False
     """Whether an end-of-sequence token follows. One always follows the last segment."""
 
@@ -76,8 +76,8 @@ class Chat:
     messages: list[dict[str, Any]]
     """Each with `role`; `content`, `tool_calls` or both; and what else chat templates know."""
     tools: list[dict[str, Any]] | None = None
-    weights: tuple[int | None, ...] = ()
-    """1 or 0 for a message of which the row says whether it is learned, None for others."""
+    weights: tuple[float | None, ...] = ()
+    """For a message of which the row says it: how much it is learned, 0, 1 or another number; None for others."""
     unused: tuple[str, ...] = ()
     """Names of what turns have besides."""
     images: tuple[Image, ...] = ()

@@ -268,8 +268,7 @@ class ResultForm:
     """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
 
     base_folder: with the base's weights and configuration, model_config. dtype: of a whole model's floats.
-    for_server: write an adapter as vLLM reads it. open_base: opens the base's weights, of which a whole model has those
-    that do not train.
+    for_server: write an adapter as vLLM reads it. open_base: opens the base's weights, for what does not train.
     """
 
     model: PreTrainedModel

@@ -23,7 +23,7 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.model.adapters.insert import LoraOptions, magnitudes, peft_config
-from fsdp_qlora.model.adapters.peft_folder import read_adapter
+from fsdp_qlora.model.adapters.peft_folder import read_adapter, read_config, token_ids
 from fsdp_qlora.model.adapters.token_rows import NewTokens, add_token_rows, add_tokens, with_token_rows
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.attention import can_share, changing_rope, choose, describe_kernel, packing_blocker
@@ -281,12 +281,9 @@ def take_formats(
 def with_new_tokens(
     config: TrainConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase, NewTokens | None]:
-    """The tokenizer with the tokens of --add_tokens, or of the adapter that training starts from, and these.
-
-    Lets the model's configuration have rows for them.
-    """
+    """The tokenizer with the tokens of --add_tokens or of --adapter, and these, which the configuration grows by."""
     folder, tokens = Path(config.adapter or "").expanduser(), None
-    if config.adapter and (ids := read_adapter(folder).token_ids):
+    if config.adapter and (ids := token_ids(folder, read_config(folder))):
         if (folder / "tokenizer_config.json").is_file():
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
         tokens = NewTokens(ids)

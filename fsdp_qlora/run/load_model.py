@@ -138,7 +138,6 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
 
 
 def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = None) -> ResultForm:
-    """The form of a run's results. weights: the base's, if they are open: no files match a model that is sharded."""
     return ResultForm(
         model=plan.meta.model,
         model_config=plan.config,
@@ -148,7 +147,7 @@ def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = 
         kind=config.kind,
         adapter=plan.adapter,
         dtype=plan.precision.compute_dtype,
-        open_base=lambda: weights or open_weights(plan),
+        open_base=lambda: weights or open_weights(plan),  # no files match a model that is sharded already
     )
 
 

@@ -100,15 +100,16 @@ class ForwardPass:
             self.model, batch.tokens_of_ranks, first=batch.input_ids.numel(), has_images=batch.calls_towers
         )
         towers = gathered(self.towers, is_used=bool(batch.images)) if batch.calls_towers else contextlib.nullcontext()
-        ends = on_device.documents.get("cu_seq_lens_q")
         self._lengths = batch.input_ids.shape[1]
-        if self.neftune_alpha and ends is not None:
+        if self.neftune_alpha and (ends := on_device.documents.get("cu_seq_lens_q")) is not None:
             of_rows = ends.diff()
             self._lengths = of_rows.repeat_interleave(of_rows, output_size=self._lengths)[:, None].to(torch.float32)
         inputs = on_device.model_inputs | ({"context_group": self.context} if self.context.size > 1 else {})
         if isinstance(reduction, Teacher):
             ids, logps = (on_device.answers.get(f"teacher_{name}") for name in ("ids", "logps"))
             reduction = reduction._replace(ids=ids, logps=logps)
+        if reduction == "sum" and "weights" in on_device.answers:
+            reduction = on_device.answers["weights"]
         with self.precision.autocasting(self.ranks.device), reference, looked_up, towers:
             losses = self.loss_of_tokens(inputs, on_device.target_rows, on_device.targets, reduction=reduction)
         return losses, on_device

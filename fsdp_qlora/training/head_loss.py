@@ -42,7 +42,8 @@ _ENTROPY_PARTS = 16
 # With a Teacher, whose hidden states may follow the student's, the rows are the divergence from it, the agreement with
 # it, without gradient, and the loss if that is wanted. With Likeliest it gives these tokens, [2 * k + 1, N].
 HeadLoss = Callable[..., Tensor]
-Reduction = Literal["sum", "none", "entropy"] | Teacher | Likeliest
+# Weights of the tokens, float32 [N], give the sum by these.
+Reduction = Literal["sum", "none", "entropy"] | Tensor | Teacher | Likeliest
 
 
 class LogitForm(NamedTuple):
@@ -99,8 +100,8 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         whole = WholeVocabulary(len(weight), getattr(self, "new_rows", None))
         if whole.new_rows and not shared:
             whole.new_rows.write_into(weight)
-        if reduction == "sum":
-            return chunked_loss(hidden, weight, bias, targets, form, shared or whole)
+        if isinstance(reduction, Tensor) or reduction == "sum":
+            return chunked_loss(hidden, weight, bias, targets, form, shared or whole, reduction=reduction)
         if isinstance(reduction, Likeliest):
             return likeliest_tokens(hidden, weight, bias, form, reduction, shared or whole)
         policy, *reference = hidden.split(len(targets))
@@ -159,7 +160,9 @@ def chunked_loss(
             and, without gradient, the agreement with it, [2, N]. A head that trains has the gradient of the sum alone.
     """
     vocabulary, teacher = shared or WholeVocabulary(len(weight)), reduction if isinstance(reduction, Teacher) else None
-    request = _Request(form, vocabulary, None if reduction in ("sum", "none") else [], teacher)
+    weights = reduction if isinstance(reduction, Tensor) else None
+    measured = None if weights is not None or reduction in ("sum", "none") else list[Tensor]()
+    request = _Request(form, vocabulary, measured, teacher, weights)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     rows = vocabulary.new_rows.trainable_tokens_delta if vocabulary.new_rows else None
@@ -169,7 +172,7 @@ def chunked_loss(
             losses: Tensor = _ChunkedLoss.apply(hidden, weight, bias, rows, (targets, request))
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, request, _Gradients())
-    if reduction != "sum":
+    if weights is None and reduction != "sum":
         assert reduction != "entropy" or not weight.requires_grad, "a head that trains has the gradient of the sum"
         return losses if request.measured is None else torch.stack([losses, torch.cat(request.measured)])
     chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
@@ -179,13 +182,14 @@ def chunked_loss(
 class _Request(NamedTuple):
     """How the losses of tokens are computed.
 
-    measured: if it is a list, it gets the entropies of each chunk's tokens, or their agreements with the teacher.
+    weights: of the tokens. measured: if a list, it gets the entropies of chunks' tokens, or agreements with a teacher.
     """
 
     form: LogitForm
     vocabulary: Vocabulary
     measured: list[Tensor] | None
     teacher: Teacher | None
+    weights: Tensor | None = None
 
     def tokens_at_a_time(self, dtype: torch.dtype) -> int:
         """As the function; a teacher's hidden states become logits too, and twice as many numbers compare both."""
@@ -270,7 +274,8 @@ def _losses_of_chunks(
         scale = gradients.scale if gradients.any else None
         of_ranks = vocabulary.all_gather(targets[part])
         if request.teacher is None:
-            loss, grad = _loss_of_chunk(outputs, of_ranks, scale, request)
+            weights = None if request.weights is None else vocabulary.all_gather(request.weights[part])
+            loss, grad = _loss_of_chunk(outputs, of_ranks, scale, request._replace(weights=weights))
         else:
             teacher = request.teacher.part(part, vocabulary)
             others = None if teacher.hidden is None else F.linear(teacher.hidden.to(hidden.dtype), weight, bias)
@@ -291,7 +296,7 @@ def _loss_of_chunk(
     Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
     those of this rank's rows for all ranks' tokens, and the losses are those of its own tokens.
     """
-    form, vocabulary, entropies, _ = request
+    form, vocabulary, entropies, _, weights = request
     is_learned = targets != -100
     rows = torch.arange(len(targets), device=targets.device)
     targets = targets - vocabulary.first
@@ -313,10 +318,11 @@ def _loss_of_chunk(
     total, of_target, *weighted = vocabulary.summed(torch.stack(sums))
     if entropies is not None:
         entropies.append(vocabulary.local_chunk(total.log() - weighted[0] / total))
-    loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0))
+    share = is_learned if weights is None else is_learned * weights
+    loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0) * share)
     if scale is None:
         return loss, None
-    factor = is_learned * scale
+    factor = share * scale
     # The gradient is softmax, and softmax - 1 at the target: in 16 bits that would be 0 where softmax is almost 1.
     grad_of_target = (of_target.exp() / total - 1.0) * factor * slope_of_target
     if isinstance(slope, Tensor):
@@ -330,7 +336,7 @@ def _divergence_of_chunk(
     outputs: Tensor, others: Tensor | None, targets: Tensor, scale: float | None, request: _Request
 ) -> tuple[Tensor, Tensor | None]:
     """As `_loss_of_chunk`, of the divergence from the teacher. others: the head's outputs for it, if it has these."""
-    form, vocabulary, measured, teacher = request
+    form, vocabulary, measured, teacher, _ = request
     assert teacher is not None and measured is not None
     is_learned, logits = targets != -100, form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
@@ -374,6 +380,8 @@ def loss_of_logits(
     temperature: float = 1.0,
 ) -> Tensor:
     """Loss from the model's own logits, computed for these rows alone where the model can (in one row)."""
+    if isinstance(reduction, Tensor):
+        return loss_of_logits(model, inputs, rows, targets, temperature=temperature, reduction="none")[0] @ reduction
     if isinstance(reduction, Teacher | Likeliest):
         raise UserError("--objective distill needs the loss in chunks, which this model does not allow.")
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)

@@ -31,7 +31,7 @@ class Totals(NamedTuple):
     reference for other rows' answers. num_targets: target tokens of completions.
     """
 
-    divisor: int
+    divisor: float
     num_of_sides: tuple[int, int] = (0, 0)
     rows_per_token: float = 0.0
     divergence: float = 0.0
@@ -39,7 +39,7 @@ class Totals(NamedTuple):
 
 
 class TokenMean:
-    """The mean loss over target tokens, and what every objective can do.
+    """The mean loss over target tokens, by their weights, and what every objective can do.
 
     context: the ranks that share each micro-batch.
     """
@@ -59,7 +59,10 @@ class TokenMean:
         Args:
             forward: computes what takes a pass of its own, then on every rank; None leaves that out.
         """
-        return Totals(batches.num_targets)
+        weights, ends = batches.table.learned, batches.table.offsets
+        if weights.dtype.kind != "f":
+            return Totals(batches.num_targets)
+        return Totals(float(sum(weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float) for row in batches.rows)))
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 + metrics].

@@ -205,7 +205,7 @@ BAD_ROWS = {
     "turn 1: unknown role 'narrator'; known: system, developer": turn(0, role="narrator"),
     "turn 2: its content is null": turn(1, content=None),
     "turn 2: a tool call without a name": turn(1, content=None, tool_calls=NO_NAME),
-    "turn 2: its weight is 0.5, and can be 0 (only read) or 1 (learned)": turn(1, weight=0.5),
+    "turn 2: its weight is -1, and can be 0 (only read), 1 or another number": turn(1, weight=-1),
     "turn 2: the assistant says nothing": turn(1, content=" "),
     "turn 1: a part of its content is audio_url, and only text": turn(0, content=[{"type": "audio_url"}]),
     "turn 1: its content is not text but int": turn(0, content=7),

@@ -95,7 +95,7 @@ def learned(
     )
     if "error" in reply:
         return [], [reply["error"]]
-    return [[text[start:end] for start, end in spans] for text, spans in reply["rows"]], reply["notes"]
+    return [[text[start:end] for start, end, _ in spans] for text, spans in reply["rows"]], reply["notes"]
 
 
 TWO = turns("hi", "go on", "so", "no")

@@ -51,7 +51,7 @@ class MicroBatch:
     answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of targets. Of sampled answers, each [N]: advantages, shares (one over the targets of its row), and
     old_logps and sampled_logps where rows have them, all float32; table_indices, int64: which of the table's tokens the
-    target is. From a teacher: what data/batches/taught.py says, [N, ..]. Empty for other rows."""
+    target is. Of turns with weights: weights. From a teacher: see data/batches/taught.py, [N, ..]. Empty for others."""
     documents: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
     tokens_of_ranks: Sequence[torch.Tensor] | None = None
@@ -194,9 +194,10 @@ def _batch(
     num_targets = table.document_targets[documents]
     desired = table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
     reference = table.reference[documents] if len(table.reference) else table.reference
+    has_values = len(table.advantages) > 0 or table.learned.dtype.kind == "f"
     return MicroBatch(
         input_ids, target_rows, targets, num_targets.tolist(), _floats(num_targets), _floats(desired),
-        _floats(reference), _answers(table, rows, num_targets) if len(table.advantages) else {}, described,
+        _floats(reference), _answers(table, rows, num_targets) if has_values else {}, described,
     )  # fmt: skip
 
 
@@ -205,6 +206,8 @@ def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> di
     bounds = [(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
     learned = [first + np.flatnonzero(table.learned[first:end]) for first, end in bounds]
     indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
+    if not len(table.advantages):
+        return {"weights": _floats(table.learned[indices])}
     advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
     of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
     of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}

@@ -33,7 +33,7 @@ class TokenizedRows:
     input_ids: PerToken
     """int32 [tokens]."""
     learned: PerToken
-    """bool [tokens], true where the token is a target."""
+    """bool [tokens], true where the token is a target; float32 where targets have weights."""
     offsets: np.ndarray
     """int64 [rows + 1]."""
     row_numbers: PerRow
@@ -105,7 +105,7 @@ class TokenizedRows:
         counts = np.empty(len(offsets_of_all) - 1, np.int64)
         for first in range(0, len(counts), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
             offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
-            learned, starts = self.learned[offsets[0] : offsets[-1]], offsets[:-1] - offsets[0]
+            learned, starts = self.learned[offsets[0] : offsets[-1]] != 0, offsets[:-1] - offsets[0]
             counts[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
         return counts
 

@@ -37,7 +37,7 @@ class EncodedRow(NamedTuple):
     ids: np.ndarray
     """int32 [tokens]."""
     learned: np.ndarray
-    """bool [tokens]."""
+    """bool [tokens], or float [tokens] where turns have weights."""
     num_cut: int = 0
     """Tokens that were cut off."""
     notes: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
 
 def _taught(student: EncodedRow, teacher: EncodedRow) -> EncodedRow:
     """The same answer to two prompts as one row of two documents, as far as the context has room for it in both."""
-    sides = [(side.ids, side.learned & (np.arange(len(side.ids)) > 0)) for side in (student, teacher)]
+    sides = [(side.ids, (side.learned != 0) & (np.arange(len(side.ids)) > 0)) for side in (student, teacher)]
     answers = [ids[learned] for ids, learned in sides]
     num = min(map(len, answers))
     is_same = np.array_equal(answers[0][:num], answers[1][:num])
@@ -155,9 +155,10 @@ def _render(
 
 def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
     names = b"".join(name for row in rows for name in row.images)
+    learned = np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)])
     return TokenizedRows(
         input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
-        learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
+        learned=learned.astype(np.float32) if learned.dtype.kind == "f" else learned,
         offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
         row_numbers=np.array([row.row_number for row in rows], dtype=np.int64),
         splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
@@ -212,14 +213,15 @@ def describe_sample(
         bounds = slice(*tokenized.document_offsets[document : document + 2])
         ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]
         name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
-        text = f"Sample: row {name}, {len(ids)} tokens" + f", {learned.sum()} learned (green)\n" * in_colour
+        text = f"Sample: row {name}, {len(ids)} tokens" + f", {(learned != 0).sum()} learned (green)\n" * in_colour
         edges = np.flatnonzero(np.diff(learned)) + 1
         for part, is_learned in zip(np.split(ids, edges), learned[[0, *edges]], strict=True):
             decoded = str(tokenizer.decode(part))
             if in_colour:
                 text += f"{_GREEN}{decoded}{_PLAIN}" if is_learned else decoded
             else:
-                text += f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} tokens) ---\n{decoded}"
+                weight = f", weight {is_learned:g}" if is_learned not in (0, 1) else ""
+                text += f"\n--- {'learned' if is_learned else 'masked'} ({len(part)} tokens{weight}) ---\n{decoded}"
         texts.append(text)
     return "\n".join(texts)
 
@@ -293,10 +295,10 @@ def _encode_joint(
             notes.append(MERGED)
             ids, learned = _pieces(segments, tokenizer, templated)
         if not templated:
-            ids, learned = _with_end(ids, learned, segments[-1].learned, tokenizer)
+            ids, learned = _with_end(ids, learned, bool(segments[-1].learned), tokenizer)
         elif ids[:2] == [tokenizer.bos_token_id] * 2:
             notes.append(DOUBLE_BOS)
-        if learned.any() and ids[int(np.flatnonzero(learned)[-1])] not in stops and segments[-1].learned | templated:
+        if learned.any() and ids[int(np.flatnonzero(learned)[-1])] not in stops and (templated or segments[-1].learned):
             notes.append(NO_END)
         yield ids, learned, tuple(notes)
 

@@ -93,12 +93,13 @@ class ChatTemplate:
             UserError: there is no template, or it is not valid.
         """
         turns = chat.learned_turns(learn)
-        if learn == "all":  # then the turns are those that are not learned
-            turns = sorted(set(chat.learned_turns("assistant")) ^ set(Chat(chat.messages).learned_turns("assistant")))
+        weights = chat.weights or (None,) * len(chat.messages)
+        if learn == "all":  # then the turns are those of other weights
+            turns = [turn for turn in Chat(chat.messages).learned_turns("assistant") if weights[turn] not in (None, 1)]
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
         reply = self._ask(worker, chat, turns=turns, apart=learn != "all")
-        rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
+        rows = [_split(text, spans, weights, outside=learn == "all") for text, spans in reply["rows"]]
         return rows, tuple(reply["notes"])
 
     def text(self, chat: Chat, worker: TemplateWorker, *, add_generation_prompt: bool = False) -> str:
@@ -119,13 +120,14 @@ class ChatTemplate:
         return reply
 
 
-def _split(text: str, spans: list[list[int]], *, inside: bool) -> list[Segment]:
-    """The text in segments: what is within the spans is learned, or what is not."""
+def _split(text: str, spans: list[list[int]], weights: Sequence[float | None], *, outside: bool) -> list[Segment]:
+    """The text in segments. spans: (start, end, turn). outside: whether other text is learned."""
     segments, position = [], 0
-    for start, end in sorted(spans):
-        segments += [Segment(text[position:start], not inside), Segment(text[start:end], inside)]
+    for start, end, turn in sorted(spans):
+        inside = weight if isinstance(weight := weights[turn], float) else weight != 0
+        segments += [Segment(text[position:start], outside), Segment(text[start:end], inside)]
         position = end
-    segments.append(Segment(text[position:], not inside))
+    segments.append(Segment(text[position:], outside))
     return [segment for segment in segments if segment.text]
 
 
@@ -284,7 +286,7 @@ class Conversation:
 
 def learned_rows(
     whole: Conversation, turns: Sequence[int], *, apart: bool
-) -> tuple[list[tuple[str, list[Span]]], list[str]]:
+) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], list[str]]:
     """The conversation with the spans of these turns, and turns that are rows of their own.
 
     A turn is in a row of its own, which ends with it, if the template renders it differently when others follow:
@@ -293,12 +295,12 @@ def learned_rows(
     Args:
         apart: whether turns may become rows of their own.
     Returns:
-        (text, spans) of each row, and notes.
+        (text, spans and their turns) of each row, and notes.
     Raises:
         BadRow: a turn cannot be found, or the template does not write it.
     """
-    rows: list[tuple[str, list[Span]]] = []
-    spans: list[Span] = []
+    rows: list[tuple[str, list[tuple[int, int, int]]]] = []
+    spans: list[tuple[int, int, int]] = []
     notes = []
     for turn in turns:
         message = whole.messages[turn]
@@ -313,9 +315,9 @@ def learned_rows(
         _check_written(turn, message, text[slice(*span)])
         notes += [CUT] * (min(missing) > 0)
         if text == whole.text:
-            spans.append(span)
+            spans.append((*span, turn))
         else:
-            rows.append((text, [span]))
+            rows.append((text, [(*span, turn)]))
     notes += [APART] * bool(rows)
     return rows + ([(whole.text, spans)] if spans or not rows else []), list(dict.fromkeys(notes))
 

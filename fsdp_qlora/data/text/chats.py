@@ -1,6 +1,7 @@
 """Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ ROLES = {
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
-# Whether a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
+# How much a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
@@ -106,13 +107,13 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
     return message
 
 
-def _weight(turn: Mapping[str, Any], turn_number: int) -> int | None:
+def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
     for name in WEIGHTS:
         weight = turn.get(name)
-        if weight is not None and weight not in (0, 1):
-            raise BadRow(f"turn {turn_number}: its {name} is {weight!r}, and can be 0 (only read) or 1 (learned)")
+        if weight is not None and not (isinstance(weight, int | float) and 0 <= weight < math.inf):
+            raise BadRow(f"turn {turn_number}: its {name} is {weight!r}, and can be 0 (only read), 1 or another number")
         if weight is not None:
-            return int(weight)
+            return int(weight) if weight in (0, 1) else float(weight)
     return None
 
 

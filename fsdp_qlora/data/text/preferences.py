@@ -213,7 +213,7 @@ def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
 
 def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
     """The ids, the mask and the split of a row of two documents, whose first tokens have nothing to predict them."""
-    masks = [mask & (np.arange(len(mask)) > 0) for mask in learned]
+    masks = [(mask != 0) & (np.arange(len(mask)) > 0) for mask in learned]
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 

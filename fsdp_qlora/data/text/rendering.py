@@ -131,7 +131,7 @@ class Renderer:
 
 
 def _is_learned(segment: Segment) -> bool:
-    return segment.learned and bool(segment.text or segment.ends)
+    return bool(segment.learned and (segment.text or segment.ends))
 
 
 def over_workers(
@@ -199,7 +199,7 @@ def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase)
     template = str(record.get("chat_template") or tokenizer.chat_template) if record["kind"] == CHAT else ""
     written = dict.fromkeys(re.findall(r"<\|\w+\|>", template))
     lacked = [token for token in written if len(tokenizer.encode(token, add_special_tokens=False)) > 1]
-    advice = f"--add_tokens '{','.join(lacked)}' adds them, and trains their rows."
+    advice = f"--add_tokens '{','.join(lacked)}' adds and trains them."
     return f"The tokenizer has no tokens for {', '.join(lacked)} of the chat template: {advice}" if lacked else ""
 
 

@@ -40,8 +40,7 @@ class PretrainedAdapter:
     """An adapter that training starts from.
 
     kind: lora or dora. base_name: the base model in its configuration. options: option -> value that the adapter
-    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one. token_ids:
-    the tokens whose rows train.
+    determines. names, shapes: see `read_header`. record: the content of training.json, empty without one.
     """
 
     folder: Path
@@ -51,7 +50,6 @@ class PretrainedAdapter:
     names: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
     record: Mapping[str, Any] = field(default_factory=dict)
-    token_ids: tuple[int, ...] = ()
 
     @property
     def weights(self) -> Path:
@@ -78,7 +76,6 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
         names=names,
         shapes=shapes,
         record=record,
-        token_ids=token_ids(folder, config),
     )
 
 

@@ -31,7 +31,7 @@ class NewTokens(NamedTuple):
 
     def grow(self, config: PretrainedConfig) -> None:
         """Let a configuration's vocabulary have all of them; a base often has rows to spare."""
-        for part in {id(part): part for part in (config.get_text_config(), config)}.values():
+        for part in (config, config.get_text_config()):
             if hasattr(part, "vocab_size"):
                 part.vocab_size = max(part.vocab_size, self.ids[-1] + 1)
 
@@ -39,9 +39,8 @@ class NewTokens(NamedTuple):
 def add_tokens(known: PreTrainedTokenizerBase, words: Sequence[str], num_rows: int) -> tuple[Any, NewTokens]:
     """A copy of the tokenizer that has these tokens, and their ids.
 
-    Args:
-        known: None in a plan without rows, where they follow the `num_rows` of the embedding.
-        words: each a token, or "token: description", whose tokens it starts from; others do from all.
+    words: each a token, or "token: description", from whose tokens its row starts; others start from all. Without a
+    tokenizer, in a plan, they follow the `num_rows` of the embedding.
     """
     if known is None:
         return None, NewTokens(tuple(range(num_rows, num_rows + len(words))))
@@ -58,11 +57,7 @@ def add_tokens(known: PreTrainedTokenizerBase, words: Sequence[str], num_rows: i
 
 
 class TokenRows(nn.Module):
-    """The rows of new tokens, a child of the embedding or head. Its names are PEFT's.
-
-    Attributes:
-        trainable_tokens_delta: the rows themselves, [n, H]. indices: their tokens, int64 [n].
-    """
+    """The rows of new tokens, [n, H] under PEFT's name, a child of the embedding or head. indices: int64 [n]."""
 
     indices: torch.Tensor
 
@@ -89,10 +84,9 @@ def with_token_rows(model: nn.Module) -> dict[str, tuple[Any, TokenRows]]:
 
 
 def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool) -> None:
-    """Add rows (fp32, meta device) to a model's embedding and head. looks_up: whether the embedding is a plain one.
+    """Add rows (fp32, meta device) to a model's embedding and head. Raises UserError if these use more than rows.
 
-    Raises:
-        UserError: PEFT has no rows for what embedding or head compute.
+    looks_up: whether the embedding is a plain one.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not looks_up or type(head).forward is not nn.Linear.forward or head.bias is not None:

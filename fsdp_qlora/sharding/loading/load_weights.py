@@ -352,8 +352,7 @@ def match_tensors(
         if not tensor.missing():
             tensor.define(files)
     for name in {*grown} & match.sources.keys():
-        if shape := targets[name].shape:
-            files.grow(match.sources[name], shape)
+        files.grow(match.sources[name], targets[name].shape or torch.Size())
     if problems := list(_problems(match, files, targets)):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
