@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdp_qlora.export.merge import Merge, MergedModel, spans, write_merged
-from fsdp_qlora.model.quantizers.packed import BITSANDBYTES
+from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, INTEGERS
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -72,7 +72,7 @@ class RoundedModel(MergedModel):
 
 def rounded(merge: Merge) -> RoundedModel:
     """The merged model in the format of the base's files. Raises UserError if they have none that is written."""
-    if merge.stored is None or merge.stored.quantizer == BITSANDBYTES:
+    if merge.stored is None or merge.stored.quantizer in (INTEGERS, BITSANDBYTES):
         stored = merge.stored.name if merge.stored else "16 or 32 bits"
         raise UserError(
             f"--format same: model_name {merge.run.model_name} is stored in {stored}, not in MXFP4, NVFP4 or FP8. "

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from fsdp_qlora.export import merge as merging
 from tests.commands.test_merge import EXPERTS, make_adapter, merge
+from tests.loading.test_integers import save_awq
 from tests.loading.test_prequantized import save_mxfp4
 from tests.loading.test_published import E2M1, FORMS, decode, save_plain
 from tests.parity.test_experts import FAMILIES
@@ -83,6 +84,8 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, adapter = models("llama"), make_adapter(models("llama"), tmp_path / "adapter")
-    argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", source, "--format", "same"]
-    assert merge(*argv) == 2
-    assert "is stored in 16 or 32 bits, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err
+    save_awq(source, tmp_path / "awq")
+    for base, name in ((source, "16 or 32 bits"), (tmp_path / "awq", "AWQ")):
+        argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", base, "--format", "same"]
+        assert merge(*argv) == 2
+        assert f"is stored in {name}, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err

@@ -114,13 +114,14 @@ def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("deepseek-v3", "FP8"), ("kimi-k2", "FP8"), ("minimax-m2", "FP8"), ("gpt-oss-20b", "MXFP4")],
-)
+    [("deepseek-v3", "FP8"), ("kimi-k2", "FP8"), ("minimax-m2", "FP8"), ("kimi-k2-thinking", "INT4"),
+     ("gpt-oss-20b", "MXFP4")],
+)  # fmt: skip
 def test_known_models_are_planned_in_their_published_format(name: str, form: str) -> None:
     config = known_config(name)
     found = take_packed(config, name) if config else None
     assert found is not None and found.name == form
-    assert found.is_kept("bnb_4bit", "auto")
+    assert found.is_kept("bnb_4bit", "auto") == (form != "INT4")
 
 
 FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}

@@ -28,6 +28,14 @@ SCHEMES = {
     "fp8 rows": {"num_bits": 8, "strategy": "channel"},
     "fp8 blocks": {"num_bits": 8, "strategy": "block", "block_structure": [32, 48]},
 }
+INTEGERS: dict[str, dict] = {
+    "int4 groups": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "int4 zeros": {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": False},
+    "int3 rows": {"num_bits": 3, "strategy": "channel", "symmetric": False},
+    "int8 rows": {"num_bits": 8, "strategy": "channel"},
+    "int8 whole": {"num_bits": 8, "strategy": "tensor", "symmetric": False},
+}
+
 
 LEFT_OUT = ("lm_head", "re:.*layers.1.mlp.down_proj")
 
@@ -45,9 +53,10 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    given = {"type": "float", "symmetric": True, **SCHEMES[form]}
+    given = {"type": "int" if form in INTEGERS else "float", "symmetric": True, **(SCHEMES | INTEGERS)[form]}
     arguments = QuantizationArgs(dynamic=False, **given)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    unpacked = {"format": "int-quantized"} if form.startswith("int8") else {}
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments, **unpacked)
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
     apply_quantization_config(model, config)
     for module in model.modules():
@@ -64,8 +73,10 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
             is_whole = given["strategy"] == "tensor"
             groups = weight.view(1, 1, -1) if is_whole else weight.view(weight.shape[0], -1, size)
         of_all = generate_gparam(weight.min(), weight.max()) if form == "nvfp4" else None
-        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, global_scale=of_all)
+        scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, global_scale=of_all)
         module.weight_scale.data = scale.reshape(-1) if given["strategy"] == "tensor" else scale
+        if not given["symmetric"]:
+            module.weight_zero_point.data = zero_point.view_as(module.weight_scale)
         if of_all is not None:
             module.weight_global_scale.data = of_all
     compressor = ModelCompressor.from_pretrained_model(model)

@@ -1,7 +1,7 @@
-"""Models whose weight files are quantized already, in a format that a row of QUANTIZERS trains as it is.
+"""Models whose weight files are quantized already, in a format that a row of QUANTIZERS trains as it is or in integers.
 
-What is read here is config.json's quantization_config, as bitsandbytes, transformers (FP8, MXFP4), compressed-tensors
-and modelopt write it.
+What is read here is config.json's quantization_config, as bitsandbytes, transformers (FP8, MXFP4), compressed-tensors,
+modelopt, AutoAWQ and GPTQ's programs write it.
 """
 
 import re
@@ -34,18 +34,24 @@ _UNUSED: dict[str, str | None] = dict.fromkeys(
     (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 )
 _FP8 = {**_UNUSED, "_scale": ".scale", "_scale_inv": ".scale"}
-_COMPRESSED = {**_UNUSED, "_packed": "", "_global_scale": ".global_scale", "_scale": ".scale"}
+_COMPRESSED = {
+    **_UNUSED, ".weight_shape": None, ".input_zero_point": None, "_packed": "", "_global_scale": ".global_scale",
+    "_scale": ".scale", ".weight_zero_point": ".weight.zero_point", ".weight_g_idx": ".weight.g_idx",
+}  # fmt: skip
+_QUANTIZED = {
+    ".qweight": ".weight", ".qzeros": ".weight.zero_point", ".scales": ".weight.scale", ".g_idx": ".weight.g_idx",
+}  # fmt: skip
 _MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
-BITSANDBYTES = "bnb_4bit"
+BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
 
 
 class PackedFormat(NamedTuple):
     """The format of a model's weight files, from its quantization_config.
 
-    name: for people. quantizer: its row of QUANTIZERS. options: arguments of its layers; None if only the files'
-    tensors tell them. skipped: modules that were not quantized. has_linears, has_experts: whether linear layers and
-    expert parameters are. endings: see above.
+    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded. options: arguments of its
+    layers (or of the tensors that are decoded); None if only the files' tensors tell them. skipped: modules that were
+    not quantized. has_linears, has_experts: whether linear layers and expert parameters are. endings: see above.
     """
 
     name: str
@@ -67,8 +73,8 @@ class PackedFormat(NamedTuple):
 
         quantizer: that of the run's train type. quant_type: the run's.
         """
-        is_known = self.options is not None
-        return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_known)
+        is_trained = self.quantizer != INTEGERS and self.options is not None
+        return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_trained)
 
     def name_here(self, name: str) -> str | None:
         """The name that a tensor of the files has here; None for one that is unused."""
@@ -80,7 +86,8 @@ class PackedFormat(NamedTuple):
     def describe_decoding(self, *, quantizes: bool) -> str:
         """Describe in one line that the weights are decoded."""
         use = "and quantized again" if quantizes else "and kept in the precision of this run"
-        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {use}."
+        to = "the type of their scales" if self.quantizer == INTEGERS else "bf16"
+        return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
         """Describe in one line that the model's own weights are used, and the options that they override."""
@@ -138,7 +145,7 @@ def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
         return None
     # The model is built with plain layers, which ours then replace.
     del config.quantization_config
-    if packed := _bitsandbytes(settings) or _transformers(settings) or _grouped(settings):
+    if packed := _bitsandbytes(settings) or _transformers(settings) or _integers(settings) or _grouped(settings):
         return packed
     method = str(settings.get("quant_method", "an unnamed format"))
     label = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
@@ -146,7 +153,7 @@ def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
     raise UserError(
         f"model_name {name} is quantized as {label}{f' ({layout})' * bool(layout)}, which is not supported. Give the "
         "model with 16- or 32-bit weights (train_type qlora quantizes it while loading), or in bitsandbytes' 4 bits, "
-        "MXFP4, NVFP4 or FP8."
+        "MXFP4, NVFP4, FP8, AWQ, GPTQ or integers of compressed-tensors."
     )
 
 
@@ -184,6 +191,17 @@ def _layout(settings: Mapping[str, Any]) -> str:
     return str(next(filter(None, map(settings.get, ("checkpoint_format", "format", "version"))), "")).lower()
 
 
+def _integers(settings: Mapping[str, Any]) -> PackedFormat | None:
+    """AWQ or GPTQ, for which its settings must be the same for all layers."""
+    method, bits, layout = settings.get("quant_method"), settings.get("bits", 0), _layout(settings)
+    is_awq = (method, bits) == ("awq", 4) and layout in ("", "gemm")
+    is_gptq = method == "gptq" and bits in (2, 3, 4, 8) and layout in ("", "gptq", "gptq_v2")
+    if not (is_awq or is_gptq) or settings.get("dynamic"):
+        return None
+    form = {"bits": bits, "is_transposed": True, "is_awq": is_awq, "zero_shift": is_gptq and layout != "gptq_v2"}
+    return PackedFormat(str(method).upper(), INTEGERS, form, endings=_QUANTIZED)
+
+
 def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
     """A format of compressed-tensors or modelopt, if it is the same for all layers."""
     method, groups = settings.get("quant_method"), [*(settings.get("config_groups") or {}).values()]
@@ -198,6 +216,8 @@ def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
     (form,) = weights
     kind, bits, size, strategy = (form.get(key) for key in ("type", "num_bits", "group_size", "strategy"))
     options: dict[str, Any] | None = {}
+    if kind == "int" and _layout(settings) in ("pack-quantized", "int-quantized", "naive-quantized"):
+        return PackedFormat(f"INT{bits}", INTEGERS, {"bits": bits}, endings=_COMPRESSED)
     if (kind, bits, size) == ("float", 4, 16):
         name, options = "NVFP4", {"num_parts": 1, "multiplies": is_modelopt}
     elif (kind, bits, size) == ("float", 4, 32) and not is_modelopt:

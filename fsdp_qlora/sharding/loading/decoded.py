@@ -1,29 +1,33 @@
-"""Weight files in FP8, MXFP4 and NVFP4: tensors decoded on the CPU as they are read, one part at a time.
+"""Weight files in FP8, MXFP4, NVFP4 and integers: tensors decoded on the CPU as they are read, one part at a time.
 
 FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in / 128] (DeepSeek-V3,
 Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
 MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 16] with two codes per byte, and
 X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [experts, in, out].
 compressed-tensors (MXFP4, NVFP4): X.weight_packed [out, in / 2] and X.weight_scale; modelopt (NVFP4): X.weight.
+Integers: see `_Integers`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
 from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
 from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
-from fsdp_qlora.model.quantizers.packed import PackedFormat
+from fsdp_qlora.model.quantizers.packed import INTEGERS, PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
-_STATISTICS = (".scale", ".global_scale")  # of a weight, below its name here
+_STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")  # of a weight, below its name here
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _ADVICE = "Give the model with 16- or 32-bit weights."
 
@@ -105,7 +109,7 @@ def find_decoded(
 def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, str], set[str]]:
     """Name here -> name in the files, for the tensors of a packed model; and those in the files that are unused."""
     names = {name: packed.name_here(name) for name in entries}
-    codes = {own for name, own in names.items() if entries[name].dtype in (torch.uint8, *_FP8)}
+    codes = {own for name, own in names.items() if entries[name].dtype in (torch.uint8, torch.int8, torch.int32, *_FP8)}
     here = {}
     for name, own in names.items():
         if own is not None:
@@ -143,6 +147,12 @@ class _RoundedDouble(DecodedTensor):
 def _decoded_weight(
     name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat, folder: Path
 ) -> DecodedTensor:
+    if stored.quantizer == INTEGERS:
+        found = {ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names}
+        tensor = _Integers(found, {part: entries[source] for part, source in found.items()}, **stored.options or {})
+        if problem := tensor.problem():
+            raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
+        return tensor
     parts = [names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names]
     shape, scales = (entries[part].shape for part in parts[:2])
     if stored.quantizer == "fp8":
@@ -230,6 +240,84 @@ class _E2m1Tensor(DecodedTensor):
         codes, scales = self._layer.quantize_groups(values.flatten(), *whole)
         yield self.parts[0], start // 2, codes
         yield self.parts[1], start // self._layer.group_size, scales
+
+
+class _Integers(DecodedTensor):
+    """A matrix [out, in] of integers: (code - zero point) * scale, in the type of the scales.
+
+    Codes of `bits` lie densely in int32 words: along a row [out, in * bits / 32] (compressed-tensors; GPTQ's are
+    transposed), or eight rows in a word (AWQ: transposed [out * bits / 32, in]); or unpacked as int8. Scales: [out,
+    groups] or one. Zero points: 32 rows in `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a
+    column; by default groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
+
+    names, entries: ending here -> name in the files, tensor. zero_shift: added to packed zero points.
+    """
+
+    def __init__(
+        self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], bits: int,
+        *, is_transposed: bool = False, is_awq: bool = False, zero_shift: int = 0,
+    ) -> None:  # fmt: skip
+        self._names, self._entries, self._bits, self._zero_shift = names, entries, bits, zero_shift
+        self._is_transposed, self._is_awq = is_transposed, is_awq
+        rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
+        if entries[""].dtype == torch.int32:
+            rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
+        super().__init__([*names.values()], torch.Size([rows, columns]), entries[".scale"].dtype, unit=32 * columns)
+
+    def problem(self) -> str:
+        """The tensors that do not fit together; empty if all do."""
+        (rows, columns), groups = self.shape, self._shape_of(".scale")[1]
+        of_groups, words = [(rows, groups), (1, 1)], (-(-rows * self._bits // 32), groups)
+        sizes = {".scale": of_groups, ".zero_point": [*of_groups, words], ".g_idx": [(columns, 1), (1, columns)]}
+        wrong = [part for part in sizes if part in self._names and self._shape_of(part) not in sizes[part]]
+        if not columns or not self.dtype.is_floating_point or (columns % groups and ".g_idx" not in self._names):
+            wrong = ["", ".scale"]
+        return " and ".join(f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong)
+
+    def _shape_of(self, part: str) -> tuple[int, int]:
+        """The shape of a part as [out, ..]; (1, 1) of a scalar."""
+        first, second = (*self._entries[part].shape, 1, 1)[:2]
+        return (second, first) if self._is_transposed else (first, second)
+
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
+        return super().read_flat(functools.cache(read) if self._is_transposed else read, start, stop)
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
+        groups = torch.arange(self.shape[1]) // (self.shape[1] // scale.shape[1])
+        if ".g_idx" in self._names:
+            found = read(self._names[".g_idx"], 0, self.shape[1])
+            groups = groups if (found < 0).any() else found.long()  # -1: without an order of its own
+        values = codes.int()
+        if ".zero_point" in self._names:
+            values = values - self._rows(read, ".zero_point", begin, end)[: len(codes), groups]
+        return (values * scale.float()[:, groups]).to(self.dtype)
+
+    def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
+        """Rows of a part, in units of 32, unpacked and centred at zero."""
+        name, (rows, columns) = self._names[part], self._shape_of(part)
+        is_packed = self._entries[part].dtype == torch.int32
+        in_words = is_packed and (part != "" or self._is_awq)
+        unit = self._bits if in_words else 32
+        first, last = (0, 1) if rows == 1 else (begin * unit, min(end * unit, rows))
+        if self._is_transposed:
+            values = read(name, 0, rows * columns).view(columns, rows)[:, first:last].T
+        else:
+            values = read(name, first * columns, last * columns).view(last - first, columns)
+        if not is_packed:
+            return values
+        values = _unpack(values.T, self._bits).T if in_words else _unpack(values, self._bits)
+        if self._is_awq:
+            values = values.unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
+        return values + (self._zero_shift if part else 0) - 2 ** (self._bits - 1)
+
+
+def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers of `bits` in rows of int32 words, the first in the lowest bits, int64 [rows, 32 * words / bits]."""
+    at = torch.arange(words.shape[1] * 32 // bits) * bits
+    numbers = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
+    pairs = numbers[:, at // 32] | numbers[:, at // 32 + 1] << 32
+    return pairs >> at % 32 & 2**bits - 1
 
 
 class _Float32Bytes(DecodedTensor):
