@@ -52,6 +52,7 @@ LINEAR = ("qwen3_5_text", HYBRIDS["qwen3_5_text"].shape)
 EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
 EVALUATED = {"eval_fraction": 0.25, "eval_steps": 1}
 STOPPED = {"max_hours": 1e-7}
+HOPPER = {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1}
 # tests/gpu/test_values.py has every train type, precision and optimizer on one rank.
 CASES: dict[str, Case] = {
     **{
@@ -85,6 +86,10 @@ CASES: dict[str, Case] = {
             "num_iterations": 2,
         }
     ),
+    "taught by the base": Case({"objective": "distill", "beta": 0.5}),
+    "taught by another": Case({"objective": "distill", "teacher": 3, **OFFLOAD}),
+    "taught by another, Hopper": Case({"objective": "distill", "teacher": 3, **HOPPER}, capability=90, allowed=HALVES),
+    "taught on own answers": Case({"objective": "distill_on_policy", "max_completion_length": 8, "beta": 1}),
     "packing": Case({"batching": "packed", "gradient_accumulation_steps": 4}),
     "padding": Case({"batching": "padded", "gradient_accumulation_steps": 2}),
     "evaluation, best and early stop": Case({**EVALUATED, "early_stopping": 1}),
@@ -99,7 +104,7 @@ CASES: dict[str, Case] = {
     "experts": Case(EXPERTS, model=MIXTURE),
     "experts, offload": Case({**EXPERTS, **OFFLOAD}, model=MIXTURE),
     "experts, Hopper": Case(
-        {**EXPERTS, "precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 1},
+        {**EXPERTS, **HOPPER},
         model=MIXTURE,
         capability=90,
         allowed=HALVES,
@@ -129,7 +134,8 @@ def command(case: Case, models: Callable[..., Path], folder: Path, **others: obj
     options: dict[str, object] = {"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 256}
     options |= {"model_name": models(case.model[0], **case.model[1]), "output_dir": folder / "output"}
     options |= {"quant_cache": "off", "log_to": "stdout", "verbose": True}
-    options["dataset"] = write_rows(folder / "rows.jsonl", make_rows(64))
+    rows = [{**row, "teacher_prompt": f"{row['instruction']}: {row['output']}"} for row in make_rows(64)]
+    options["dataset"] = write_rows(folder / "rows.jsonl", rows)
     return ["train.py", *flags(**{**options, **others, **case.options})]
 
 
@@ -252,11 +258,14 @@ def beside_cpu(models, tmp_path):
 
     def compare(case: Case, program: Sequence[object] = ("train.py",), **options: object) -> Beside:
         machine = {rank: {"GROUP_RANK": rank * case.machines // case.ranks} for rank in range(case.ranks)}
+        if layers := case.options.get("teacher"):  # made once, and not by two threads
+            case = case._replace(options={**case.options, "teacher": models("llama", num_hidden_layers=layers)})
         parts = [case.options] if case.then is None else [case.options, case.then]
 
         def start(folder: Path, settings: dict[str, object]) -> list[Rank]:
             folder.mkdir()
             settings |= {"LOCAL_WORLD_SIZE": case.ranks // case.machines, "PHANTOM_CC": case.capability}
+            settings |= {"FSDP_QLORA_CACHE": folder / "cache"}  # a teacher's pass is compared, too
             is_device = "PHANTOM_VALUES" in settings
             for part in parts:
                 given = {**part, **({} if is_device else case.on_cpu)}

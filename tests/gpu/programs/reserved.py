@@ -1,4 +1,4 @@
-"""GPU memory of rank 0 of a run of a large model; the last line is {reserved, allocated, loaded: bytes}.
+"""GPU memory of rank 0 of a run of a large model; the last line is {reserved, allocated, loaded, planned: bytes}.
 
 The model has its full depth, and no values: nothing is read or quantized. The other ranks are torch's fake process
 group, which sends nothing; so FSDP2 takes what it would take beside them.
@@ -20,16 +20,21 @@ from benchmarks.common import random_rows
 from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.batches.schedule import StepRows
+from fsdp_qlora.data.batches.taught import target_numbers
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.shards import build_mesh, local_part
+from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.planning.placement import place
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.planning.run_rows import make_schedule
-from fsdp_qlora.run.load_model import build_trainer
+from fsdp_qlora.run.load_model import build_forward, build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
+from fsdp_qlora.training.divergence import Likeliest
+from fsdp_qlora.training.forward import likeliest_of_rows
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -42,7 +47,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--memory_gib", type=float, default=24.0)
+    parser.add_argument("--distill", choices=["teacher", "student"], help="a teacher's pass alone, or a step on one's")
     return parser.parse_args(argv)
+
+
+def told(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    """What a teacher may say of the tokens of rows."""
+    count = len(target_numbers(table, rows)["table_indices"])
+    k = TrainConfig.top_k
+    return {"teacher_ids": torch.arange(k).repeat(count, 1), "teacher_logps": torch.zeros(count, k + 1)}
 
 
 def main(argv: list[str]) -> int:
@@ -56,7 +69,10 @@ def main(argv: list[str]) -> int:
         sharding_strategy=args.strategy,
         use_cpu_offload=args.offload,
         batch_size=args.batch_size,
+        context_length=args.length,
         quant_cache="off",
+        **({"lora_rank": 1} if args.distill == "teacher" else {}),  # as run_plan.teacher_config
+        **({"objective": "distill", "teacher": "another"} if args.distill == "student" else {}),
     )
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
     config = LlamaConfig(**shape, max_position_embeddings=args.length, tie_word_embeddings=False)
@@ -78,12 +94,20 @@ def main(argv: list[str]) -> int:
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
     run_data = RunData(data, np.arange(rows))
     schedule = make_schedule(options, run_data, ranks.world_size)
-    trainer = build_trainer(options, Plan(placed, run_data, schedule, warmup_steps=0), ranks)
+    run_plan = Plan(placed, run_data, schedule, warmup_steps=0)
+    if args.distill == "teacher":
+        forward = build_forward(options, run_plan, ranks, Control(), target_numbers)
+    else:
+        trainer = build_trainer(options, run_plan, ranks, of_targets=told if args.distill else None)
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
-        trainer.train_step(StepRows(step, data, np.arange(rows)))
+        if args.distill == "teacher":
+            likeliest_of_rows(forward, data, np.arange(rows), Likeliest(options.top_k, config.vocab_size))
+        else:
+            trainer.train_step(StepRows(step, data, np.arange(rows)))
     found = {
+        "planned": placed.memory.reserved,
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
         "loaded": loaded,
