@@ -24,7 +24,7 @@ from tests.preferences.test_distillation import (
     taught_rows,
 )
 from tests.reference import encode, load_base
-from tests.rollouts.lora_server import LoraServer
+from tests.rollouts.lora_server import LoraServer, Sampler
 from tests.tiny import all_slow_but, flags, run_ranks, train_ok, write_rows
 
 K, LONGEST = 7, 6
@@ -131,6 +131,27 @@ def test_five_steps_from_a_server_match_a_plain_loop(
         teachers = [[told(learned_logits(server.model, *each), 320) for each in of_step] for of_step in seen]
     students = sampled(tmp_path / "out", "prompt_ids")
     check_same(tmp_path / "out", distill_plainly(model, zip(students, teachers, strict=True), **options))
+
+
+@pytest.mark.nightly
+def test_a_server_answers_what_another_one_scores(
+    served: Callable[..., TeacherServer], models: Models, tmp_path: Path
+) -> None:
+    """Two ranks; the server that answers gets each step's adapter, which is found to be used."""
+    model, teacher, rows = models("llama"), served(num_hidden_layers=3), taught_rows(20)
+    sampler = Sampler(str(model))
+    run = on_policy(model, write_rows(tmp_path / "rows.jsonl", rows), beta=1.0, batch_size=2, top_k=K)
+    with LoraServer(str(model), sampler, sampler.end) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        run |= {"rollout_url": server.url, "teacher": teacher.base, "teacher_url": teacher.url}
+        said = train_ok(2, tmp_path / "out", **run)
+        server.shutdown()
+    assert said.count("The server uses the adapter") <= 2 and "ignores" not in said
+    with torch.no_grad():
+        seen = sampled(tmp_path / "out", "teacher_prompt_ids")
+        teachers = [[told(learned_logits(teacher.model, *each), 320) for each in of_step] for of_step in seen]
+    students = sampled(tmp_path / "out", "prompt_ids")
+    check_same(tmp_path / "out", distill_plainly(model, zip(students, teachers, strict=True), beta=1.0))
 
 
 def test_what_a_teacher_of_own_answers_cannot_do_is_refused(

@@ -411,8 +411,9 @@ class ServerTeacher:
         self._told = torch.zeros(1, 2 * self.k + 1)  # of the last completions' tokens, as `divergence.likeliest`
 
     def __call__(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """As `TaughtRows.of_targets`. table: of the completions that were asked about last."""
-        ids, logps = self._told[target_numbers(table, rows)["table_indices"]].tensor_split([self.k], dim=1)
+        """As `TaughtRows.of_targets`, for the completions that were asked about last; others get any values."""
+        numbers = target_numbers(table, rows)["table_indices"] % len(self._told)
+        ids, logps = self._told[numbers].tensor_split([self.k], dim=1)
         return {"teacher_ids": ids.long(), "teacher_logps": logps}
 
     def ask(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], version: int) -> None:
