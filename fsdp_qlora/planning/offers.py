@@ -123,7 +123,7 @@ def _teacher_lines(planner: Planner, run: PlannedRun) -> list[str]:
     hours = tokens / tokens_per_second(asked.placed, size, teacher.rows(asked.config).micro_batch, gpu) / 3600
     learned = planner.data.train.num_targets.sum() if planner.data else tokens
     line = f"teacher: {config.teacher}, about {hours:,.1f} hours for {format_count(tokens)} tokens before training, "
-    line += f"{asked.report.needed / GIB:.1f} GiB of each GPU, {asked.host_bytes / GIB:.1f} of the host; "
+    line += f"at most {asked.report.needed / GIB:.1f} GiB of each GPU, {asked.host_bytes / GIB:.1f} of the host; "
     line += f"{format_bytes(learned * bytes_per_token(config.top_k))} of files"
     return textwrap.wrap(line, 80, subsequent_indent="  ")
 

@@ -67,9 +67,11 @@ class Rollout:
     teacher_prompt_ids: list[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        made, record = self.completion, {name: value for name, value in vars(self).items() if name != "text"}
-        record |= {"completion": self.text, "finish": made.finish, "token_ids": made.token_ids}
-        record["sampled_logps"] = made.logps
+        made, record = self.completion, vars(self) | {"text": self.completion.finish, "completion": self.text}
+        finish, *late = (record.pop(name) for name in ("text", "old_logps", "teacher_prompt_ids"))
+        head = list(record)[: list(record).index("completion") + 1]
+        record = {**{name: record[name] for name in head}, "finish": finish, **record, "token_ids": made.token_ids}
+        record |= {"sampled_logps": made.logps, "old_logps": late[0], "teacher_prompt_ids": late[1]}
         return {name: value for name, value in record.items() if value is not None or name == "reward"}
 
     @classmethod
