@@ -72,6 +72,8 @@ class App:
         self.api.delete(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}")(self.delete_checkpoint)
         self.api.put(f"{prefix}/training_runs/{{model}}/checkpoints/{{part}}/{{name}}/ttl")(self.set_ttl)
 
+        self.api.exception_handler(404)(_not_served)
+
     def wake(self, name: str) -> None:
         """Let the clients go on that wait for this piece."""
         if self._loop is not None:
@@ -263,7 +265,10 @@ class App:
         return {}
 
 
-_OF_MODELS = ("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+_OF_MODELS = (
+    *("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"),
+    "load_weights",
+)
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:
@@ -282,6 +287,12 @@ async def _read_json(request: Request) -> dict[str, Any]:
 
 def _refused(request: Request, error: Exception) -> Response:
     return _error(400, describe_invalid(error) if isinstance(error, ValidationError) else str(error))
+
+
+def _not_served(request: Request, error: Any) -> Response:
+    """Name what was asked for, or the endpoint that is not there."""
+    is_endpoint = error.detail == "Not Found"
+    return _error(404, f"{request.url.path[:200]} is not served." if is_endpoint else str(error.detail))
 
 
 def _error(status: int, reason: str) -> Response:

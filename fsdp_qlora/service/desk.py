@@ -43,6 +43,7 @@ _REQUESTS: dict[str, Any] = {
     "save_weights": types.SaveWeightsRequest,
     "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
     "load_weights": types.LoadWeightsRequest,
+    "save_weights_external": types.SaveWeightsExternalRequest,
     "asample": types.SampleRequest,
 }
 
@@ -255,6 +256,8 @@ class Desk:
         if isinstance(request, types.LoadWeightsRequest):
             return {**order, **self._load(piece, request)}
         self._model(piece.target)
+        if isinstance(request, types.SaveWeightsExternalRequest):
+            raise UserError("save_weights_external is not served: save_state leaves a folder that PEFT loads.")
         if not isinstance(request, types.OptimStepRequest):
             return {**order, **self._save(piece, request)}
         if not isinstance(request.optim_params, types.AdamParams):

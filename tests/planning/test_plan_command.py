@@ -218,7 +218,7 @@ def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFix
     distilled = {"model_name": "qwen2.5-7b", "objective": "distill", "teacher": "qwen2.5-72b", **options}
     status, said = _plan(capsys, *cards, **distilled)
     found = re.search(
-        r"about (\S+) hours .* (\S+) GiB of each GPU, (\S+) of the host; 3.59 GiB", " ".join(said.split())
+        r"about (\S+) hours .* at most (\S+) GiB of each GPU, (\S+) of the host; 3.59 GiB", " ".join(said.split())
     )
     assert status == 0 and found and found.groups() == ("5.1", "15.6", "39.5")
     trained = _json(capsys, *cards, model_name="qwen2.5-72b", lora_rank=1, optimizer="sgd", **options)
