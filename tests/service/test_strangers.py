@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tinker
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
@@ -145,7 +146,7 @@ class Stranger:
             *({"sampling_params": {"max_tokens": each}} for each in (-1, "many")),
             *({"sampling_params": {"max_tokens": 2, "temperature": each}} for each in (-1, 1e400)),
             *({"sampling_params": each} for each in ({"top_p": 0}, {"stop": {"a": 1}}, {"top_k": -9})),
-            *({name: 10**9} for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "topk_sample_logprobs")),
+            *({name: 10**9} for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n")),
             *({"sampling_session_id": each, "seq_id": None} for each in ("none", None)),
         ]
         return "/api/v1/asample", body | self.choose.choice(odd), {}
@@ -215,3 +216,18 @@ def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, i
         each.forward_backward(datums(2), "cross_entropy").result()
         each.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     assert_equal(service.adapter(client, "end"), service.adapter(twin, "end"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service: Service) -> None:
+    client, data = service.trainer(), datums(2)
+    refused: list[tuple[str, Callable[[], Any]]] = [
+        ("save_weights_external", lambda: client.save_weights_external("files")),
+        ("stable_reinforce", lambda: client.forward_backward(data, "stable_reinforce")),
+        ("sessions", tinker.RestClient(base_url=service.url, api_key=KEY).list_sessions),
+    ]
+    for name, ask in refused:
+        with pytest.raises(tinker.TinkerError, match=name):
+            ask().result(timeout=60)
+        assert client.forward_backward(data, "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0
