@@ -13,6 +13,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tests.service.harness import KEY, Service, assert_equal, datums, said
+from tests.tiny import all_slow_but
 
 OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
 OTHERS = ["create_session", "create_model", "get_info", "create_sampling_session", "session_heartbeat", "weights_info"]
@@ -198,11 +199,10 @@ def before(service: Service) -> Iterator[dict[Path, int]]:
     yield outside(service)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 5))])
-def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, int], seed: int) -> None:
-    stranger = Stranger(service, seed)
+@pytest.mark.parametrize("seed", all_slow_but("", "01234", nightly="1234"))
+def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, int], seed: str) -> None:
+    stranger = Stranger(service, int(seed))
     for number in range(40):
         path, body, headers = stranger.wrong()
         shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
