@@ -98,7 +98,7 @@ OTHERWISE = {
         sharding.loading.weight_files:_read_header
     """,
     CHECKED: """
-        checkpoint.train_state:StoredValues.__init__ checkpoint.train_state:_open_file data.batches.cache:read_cache
+        checkpoint.train_state:_open_file data.batches.cache:read_cache
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
         data.text.image_processor:ImageProcessor.model_ids export.merge:open_adapter export.merge:write_merged
         export.model_folder:new_model_folder export.save_results:SidecarFiles.write
