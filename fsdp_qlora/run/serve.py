@@ -46,6 +46,7 @@ from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.rooms import Rooms
 from fsdp_qlora.service.worker import Order, RequestTargets, Worker
 from fsdp_qlora.sharding.loading.weight_files import Weights
+from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
 from fsdp_qlora.utils.text import format_bytes
 
@@ -184,6 +185,7 @@ def _start_server(
     return desk
 
 
+@gc_frozen()
 def _work(worker: Worker, desk: Desk | None, control: Control) -> None:
     """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
     while True:
