@@ -143,8 +143,9 @@ class Rooms:
             shutil.rmtree(staging, ignore_errors=True)
         values = _Narrowed(self, room, keeps=ranks.is_rank_0)
         with raise_on_all_ranks(TrainingError, ranks.device):
-            form, progress = dataclasses.replace(self.form, adapter=config), {"step": room.steps}
-            form.save(values, staging, about=self.identity, progress=progress)
+            form = dataclasses.replace(self.form, adapter=config)
+            about = {**self.identity, "options": {**self.identity["options"], "lora_rank": room.rank}}
+            form.save(values, staging, about=about, progress={"step": room.steps})
         moments = self._moments(room) if with_optimizer and room.steps else {}
         with raise_on_all_ranks(TrainingError, ranks.device):
             if ranks.is_rank_0:
