@@ -15,7 +15,7 @@ import torch.distributed as dist
 import uvicorn
 
 from fsdp_qlora.config.marks import save_times
-from fsdp_qlora.config.options import MOST_OF_AUTO, TrainConfig
+from fsdp_qlora.config.options import MOST_OF_AUTO, RESULT_OPTIONS, TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
@@ -161,7 +161,8 @@ def _loaded(config: TrainConfig, placed: PlacedModel, weights: Weights, control:
         row = np.zeros(config.longest_row, np.int32)
         table = join_completions([row[:1]] * size, [row[1:]] * size, np.arange(size))
         trainer.try_longest(RowsInMemory(table, np.arange(size)))
-    about = {"facts": {}, "run_id": None, "options": resolved_options(config), "prompt": None}
+    options = {name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS}
+    about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
     limits = Limits(plan.meta.model.get_input_embeddings().num_embeddings, config.longest_row - 1)
     free, beat = least_free(plan.machine, "the memory for answers", store), control.heartbeat.beat
     rooms = Rooms(trainer, mesh, result_form(config, plan), about)
