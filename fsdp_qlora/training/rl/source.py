@@ -42,6 +42,12 @@ from fsdp_qlora.utils.records import parse_record
 
 log = logging.getLogger("fsdp_qlora")
 
+# Of a line, in their order.
+_NAMES = (
+    *("step", "version", "row", "prompt", "completion", "finish", "reward", "rewards", "advantage", "prompt_ids"),
+    *("token_ids", "sampled_logps", "old_logps", "teacher_prompt_ids"),
+)
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -67,12 +73,10 @@ class Rollout:
     teacher_prompt_ids: list[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        made, record = self.completion, vars(self) | {"text": self.completion.finish, "completion": self.text}
-        finish, *late = (record.pop(name) for name in ("text", "old_logps", "teacher_prompt_ids"))
-        head = list(record)[: list(record).index("completion") + 1]
-        record = {**{name: record[name] for name in head}, "finish": finish, **record, "token_ids": made.token_ids}
-        record |= {"sampled_logps": made.logps, "old_logps": late[0], "teacher_prompt_ids": late[1]}
-        return {name: value for name, value in record.items() if value is not None or name == "reward"}
+        made = self.completion
+        record = vars(self) | {"completion": self.text, "finish": made.finish}
+        record |= {"token_ids": made.token_ids, "sampled_logps": made.logps}
+        return {name: record[name] for name in _NAMES if record[name] is not None or name == "reward"}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
