@@ -121,7 +121,7 @@ class LoadedModel:
         for start in range(0, len(questions), size):
             mine = range(start + self.ranks.rank, min(start + size, len(questions)), self.ranks.world_size)
             own = self._generator.generate({index: self.format.ids(questions[index]) for index in mine})
-            yield [self._result(completion) for completion in gather_completions(own, torch.device("cpu"))]
+            yield [self._result(completion) for completion in gather_completions(own)]
 
     def _result(self, said: Completion) -> dict[str, Any]:
         text = self.stops.text_of(said.token_ids)

@@ -336,7 +336,7 @@ class TextGenerator:
             chosen = places[first : first + at_a_time]
             own_seeds = {place: seeds[place] for place in chosen} if seeds else None
             own |= self.generate({place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds)
-        return gather_completions(own, torch.device("cpu"))
+        return gather_completions(own)
 
     def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
         """One if tokens are drawn, or their log-probabilities wanted."""
@@ -344,9 +344,9 @@ class TextGenerator:
         return [Draws(self._options, own)] if self._options.temperature or self._options.plain_logps else []
 
 
-def gather_completions(own: Mapping[int, Completion], device: torch.device) -> list[Completion]:
+def gather_completions(own: Mapping[int, Completion]) -> list[Completion]:
     """Gather the completions of all ranks, each with the number of its prompt, in the order of these numbers."""
-    parts = all_gather_strings(json.dumps([*own.items()]), device)
+    parts = all_gather_strings(json.dumps([*own.items()]), torch.device("cpu"))
     gathered = [pair for part in parts for pair in json.loads(part)]
     return [Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))]
 
@@ -367,18 +367,12 @@ class Samples:
         Args:
             beat: called for each token.
         """
-        ranks = self._generator.ranks
-        mine = range(ranks.rank, len(self._prompts), ranks.world_size)
-        most = -(-len(self._prompts) // ranks.world_size)
-        own: dict[int, Completion] = {}
-        for index in range(most):  # one at a time: the memory is that of the training
-            own |= self._generator.generate({n: self._prompts[n] for n in mine[index : index + 1]}, beat=beat)
-        said = gather_completions(own, ranks.device)
+        said = self._generator.answer_all(self._prompts, 1, beat)  # at a time: the memory is that of the training
         records = [
             {"step": step, "prompt": prompt_text(question), "text": self._generator.stops.text_of(completion.token_ids)}
             for question, completion in zip(self._questions, said, strict=True)
         ]
-        if ranks.is_rank_0:
+        if self._generator.ranks.is_rank_0:
             self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
