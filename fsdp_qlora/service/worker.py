@@ -45,11 +45,8 @@ class RequestTargets:
         self.request: TrainRequest | None = None
 
     def __call__(self, table: TokenizedRows, rows: Numbers) -> dict[str, torch.Tensor]:
-        """As `OfTargets`; of rows to score the numbers of the targets among all tokens."""
-        if self.request is not None:
-            return self.request.of_targets(rows)
-        chosen = [np.arange(table.offsets[row] + 1, table.offsets[row + 1]) for row in rows]
-        return {"table_indices": torch.from_numpy(np.concatenate(chosen or [np.zeros(1, np.int64)]))}
+        """As `OfTargets`; nothing of rows that are only scored."""
+        return self.request.of_targets(rows) if self.request is not None else {}
 
 
 class RequestStops(Stops):
@@ -179,10 +176,7 @@ class Worker:
         squares = gather_numbers([sum(trainer.optimizer.squared_norms())], trainer.ranks.device).sum().item()
         norm = math.sqrt(squares / trainer.options.num_replicas) / scale.scale
         if math.isfinite(norm):
-            clip = params.grad_clip_norm
-            factor = (clip / norm if 0 < clip < norm else 1.0) / scale.scale
-            if factor != 1.0:
-                trainer.optimizer.scale_gradients(factor)
+            trainer.clip_and_unscale(norm, params.grad_clip_norm)
             betas = (params.beta1, params.beta2)
             decay = params.weight_decay
             trainer.optimizer.step(params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay)

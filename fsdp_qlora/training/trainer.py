@@ -113,7 +113,7 @@ class Trainer:
         self.heartbeat.beat(step, "update")
         lr, is_finite = self.options.lr_at(step), self._is_finite(step, batches, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
-            self._clip_and_unscale(grad_norm)
+            self.clip_and_unscale(grad_norm, self.options.max_grad_norm)
             self.optimizer.step(lr)
         # The gradients' memory is of FSDP2's reduction stream, which waits for this one before it writes there again.
         self.optimizer.zero_grad()
@@ -147,8 +147,8 @@ class Trainer:
         part = (self.forward.context.rank,) if self.forward.context.rank else ()  # of the micro-batch
         torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index, *part))
 
-    def _clip_and_unscale(self, grad_norm: float) -> None:
-        limit = self.options.max_grad_norm
+    def clip_and_unscale(self, grad_norm: float, limit: float) -> None:
+        """Take the loss scale out of the gradients, and clip their norm to a limit above 0."""
         factor = (limit / grad_norm if grad_norm > limit > 0 else 1.0) / self.loss_scale.scale
         if factor != 1.0:
             self.optimizer.scale_gradients(factor)
