@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from tinker import types
 
-from fsdp_qlora.service.desk import Desk, describe_invalid
+from fsdp_qlora.service.desk import REQUESTS, Desk, describe_invalid
 from fsdp_qlora.service.messages import parse_train_request
 from fsdp_qlora.service.records import DONE, WAITING, Piece
 from fsdp_qlora.utils.errors import UserError
@@ -61,7 +61,7 @@ class App:
             self.retrieve_future, self.cancel_future, self.forward_backward, self.asample,
         ):  # fmt: skip
             post(f"{prefix}/{endpoint.__name__}")(endpoint)
-        for kind in _OF_MODELS:
+        for kind in REQUESTS.keys() - {"asample"}:
             post(f"{prefix}/{kind}")(self._model_piece(kind))
         post(f"{prefix}/sessions/{{session_id}}/finish")(lambda session_id: {})
         get(f"{prefix}/samplers/{{sampler_id}}")(self.sampler)
@@ -263,12 +263,6 @@ class App:
         expires = time.time() + seconds if isinstance(seconds, int) else None
         self.records.put("checkpoint", uri, {**about, "expires": expires})
         return {}
-
-
-_OF_MODELS = (
-    *("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"),
-    "load_weights",
-)
 
 
 async def _read(request: Request, kind: type[Any]) -> Any:

@@ -37,7 +37,7 @@ _SWEEP_SECONDS = 60.0  # between two looks for weights that have expired
 _IDLE_SECONDS = 3600.0  # after which older unnamed weights are deleted that nobody samples from
 _KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
 _MOST_TRIES = 3  # of a request during which the service ends
-_REQUESTS: dict[str, Any] = {
+REQUESTS: dict[str, Any] = {
     "create_model": types.CreateModelRequest,
     "optim_step": types.OptimStepRequest,
     "save_weights": types.SaveWeightsRequest,
@@ -81,6 +81,7 @@ class Desk:
         self._steps: dict[str, int] = {}  # since then
         self._with_gradients: set[str] = set()
         self._sampled_at: dict[str, float] = {}  # weights
+        self._read: dict[str, tuple[Order, Order]] = {}  # samples that wait
         self._in_work: list[Piece] = []
         self._orders: deque[Order] = deque()
         self._started = self._swept_at = time.monotonic()
@@ -185,6 +186,7 @@ class Desk:
     def _turn(self, piece: Piece) -> None:
         """It is the next one's turn."""
         self._next[piece.target] = piece.seq + 1
+        self._read.pop(piece.id, None)
         self.on_done(piece.id)
 
     def _first(self) -> Piece | None:
@@ -250,7 +252,7 @@ class Desk:
             self._model(piece.target)
             TrainRequest.read(parse_train_request(piece.body), self.limits)
             return {**order, "body": base64.b64encode(piece.body).decode()}
-        request: Any = _REQUESTS[piece.kind].model_validate_json(piece.body)
+        request: Any = REQUESTS[piece.kind].model_validate_json(piece.body)
         if isinstance(request, types.CreateModelRequest):
             return {**order, "about": self._create(piece.target, request), "makes": True}
         if isinstance(request, types.LoadWeightsRequest):
@@ -338,6 +340,11 @@ class Desk:
         return {"kind": "asample", **wanted, "requests": requests}
 
     def _sample_request(self, piece: Piece) -> tuple[Order, Order]:
+        """`_read_sample`, once for each request: all that wait are looked at for each order."""
+        found = self._read[piece.id] = self._read.get(piece.id) or self._read_sample(piece)
+        return found
+
+    def _read_sample(self, piece: Piece) -> tuple[Order, Order]:
         """How a request draws, and what is its own. Raises UserError or ValidationError if it cannot be done."""
         request = types.SampleRequest.model_validate_json(piece.body)
         if (sampler := self.records.get("sampler", piece.target)) is None:

@@ -138,7 +138,7 @@ class Rooms:
         ranks = self.trainer.ranks
         staging, config = folder.with_name(f".{folder.name}.writing"), copy.copy(self.form.adapter)
         assert config is not None
-        config.r, config.lora_alpha = room.rank, self.form.adapter.lora_alpha  # type: ignore[union-attr]
+        config.r = room.rank
         if ranks.is_rank_0:
             shutil.rmtree(staging, ignore_errors=True)
         values = _Narrowed(self, room, keeps=ranks.is_rank_0)
@@ -217,16 +217,19 @@ class Rooms:
         first, last = own_rows(parameter, self.mesh)
         return self._widened(parameter, whole)[first:last].contiguous()
 
-    def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def _by_rank(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """A whole A as [experts, rank, in] or B as [out, rank, experts]; one expert in a linear layer."""
         experts, is_A = self._experts.get(parameter, 1), "lora_A" in self._names[parameter]
-        parts = whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+        return whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
+
+    def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        parts = self._by_rank(parameter, whole)
         return F.pad(parts, (0, 0, 0, self.widest - parts.shape[1])).reshape(parameter.shape)
 
     def _narrow(self, parameter: nn.Parameter, whole: Tensor, rank: int) -> Tensor:
         """The part of a whole A or B of the widest rank that one of this rank fills."""
-        experts, is_A = self._experts.get(parameter, 1), "lora_A" in self._names[parameter]
-        parts = whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
-        return parts[:, :rank].flatten(0, 1) if is_A else parts[:, :rank].flatten(1)
+        parts = self._by_rank(parameter, whole)[:, :rank]
+        return parts.flatten(0, 1) if "lora_A" in self._names[parameter] else parts.flatten(1)
 
 
 class _Narrowed(LiveValues):
