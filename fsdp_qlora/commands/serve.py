@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)")
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here")
     parser.add_argument("--api_key", metavar="KEY", help="that requests must have (default: TINKER_API_KEY, else none)")
+    parser.add_argument("--teacher", metavar="NAME", help="a second model to sample from and to ask, not trained")
     parser.add_argument("--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)")
 
 
@@ -45,5 +46,6 @@ def run(args: argparse.Namespace) -> int | None:
 
     key = args.api_key or os.environ.get("TINKER_API_KEY")
     with process_group_closed():
-        serve(config, Address(args.host, args.port, Path(args.folder).expanduser(), args.max_models, key))
+        address = Address(args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher)
+        serve(config, address)
     return None

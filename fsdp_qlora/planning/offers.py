@@ -19,6 +19,7 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.taught import bytes_per_token
 from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
+from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
@@ -88,6 +89,8 @@ def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[st
     yield from (*report.details(), *_generation_lines(run), *_teacher_lines(planner, run), "", *report.chart(), "")
     if explain:
         yield from (*report.largest(), "")
+        if run.config.kind.adapter == "lora":
+            yield f"served: {format_bytes(adapter_bytes(run.placed))} of host memory a rank for each adapter in memory"
     yield _speed_line(run)
     if run.fits:
         yield f"  {command_line(run)}"

@@ -18,6 +18,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.distributed.store import all_gather_via_store
+from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.model_parts import Offload, each_parameter
 from fsdp_qlora.planning import fit
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
@@ -235,6 +236,12 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
         return sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
     # With block expansion the quantized base is saved with its original weights.
     return sum(kind.num_weights for kind in kinds) * dtype.itemsize
+
+
+def adapter_bytes(placed: PlacedModel) -> int:
+    """Bytes of host memory on a rank for each adapter of a service: value, gradient and two moments in float32."""
+    weights = sum(parameter.numel() for _, parameter in adapter_parameters(placed.model.meta.model))
+    return 16 * weights // placed.layout.num_shards
 
 
 def host_memory_free(ranks_on_host: int) -> int:

@@ -33,15 +33,14 @@ from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
-from fsdp_qlora.model.adapters.insert import adapter_parameters
 from fsdp_qlora.model.architecture import models
-from fsdp_qlora.planning.placement import PlacedModel, least_free, place
+from fsdp_qlora.planning.placement import PlacedModel, adapter_bytes, check_resources, least_free, place
 from fsdp_qlora.planning.plan import Machine, plan_model
-from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_plan import Plan, teacher_config
 from fsdp_qlora.planning.search import PlanReport
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
-from fsdp_qlora.service.app import App, Served
-from fsdp_qlora.service.desk import Desk
+from fsdp_qlora.service.app import App
+from fsdp_qlora.service.desk import Base, Desk
 from fsdp_qlora.service.messages import Limits
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.rooms import Rooms
@@ -49,20 +48,20 @@ from fsdp_qlora.service.worker import Order, RequestTargets, Worker
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
-from fsdp_qlora.utils.text import format_bytes
+from fsdp_qlora.utils.text import fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
 _PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
 _BY_GLOO = torch.device("cpu")  # a GPU would be busy while ranks wait
 _LESS_MEMORY = "a smaller --context_length or --batch_size, --use_cpu_offload true, more or larger GPUs"
-_BYTES_PER_WEIGHT = 16  # of an adapter in host memory: value, gradient and two moments in float32
 
 
 class Address(NamedTuple):
     """Where a service listens, and what it keeps.
 
     folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that requests must have.
+    teacher: a second base, which is served as it is.
     """
 
     host: str
@@ -70,6 +69,15 @@ class Address(NamedTuple):
     folder: Path
     most_models: int
     api_key: str | None
+    teacher: str | None = None
+
+
+class PlannedBase(NamedTuple):
+    """A base with its options. store: of its own, by which the ranks agree."""
+
+    config: TrainConfig
+    placed: PlacedModel
+    store: dist.Store | None
 
 
 def serve(config: TrainConfig, address: Address) -> None:
@@ -91,18 +99,23 @@ def serve(config: TrainConfig, address: Address) -> None:
     with exits.aborting_others(presence), signals.handled():
         with kept_until_all_connect(store, ranks):
             opened = _opened(config, address) if ranks.is_rank_0 else None
-            config, placed = _plan(config, ranks, store, address)
-            weights = fetch_weights(config, placed.model, ranks, store)
-        start_process_group(ranks, store, layout=placed.layout, timeout_minutes=minutes)
+            bases = _plan(config, ranks, store, address)
+            for base in bases:
+                check_resources(base.config, base.placed)
+            weights = [fetch_weights(base.config, base.placed.model, ranks, base.store or store) for base in bases]
+        start_process_group(ranks, store, layout=bases[0].placed.layout, timeout_minutes=minutes)
         control = Control(is_rank_0=ranks.is_rank_0, signals=signals)
         with exits.loading_explained(ranks.rank, _LESS_MEMORY):
-            worker = _loaded(config, placed, weights, control, store)
+            workers = [_loaded(*each, control) for each in zip(bases, weights, strict=True)]
+        free = least_free(Machine.of(config, ranks), "the memory for answers", store)
+        for worker in workers:
+            worker.free = free
         if opened is not None:
-            desk = _start_server(config, worker.limits, *opened, address)
+            desk = _start_server([*map(_described, bases, workers)], *opened, config, address)
         watchdog = Watchdog(control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder)
         signals.is_starting = False
         with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
-            _work(worker, desk, control)
+            _work(workers, desk, control)
 
 
 def _opened(config: TrainConfig, address: Address) -> tuple[Records, socket.socket]:
@@ -117,30 +130,42 @@ def _opened(config: TrainConfig, address: Address) -> tuple[Records, socket.sock
         raise UserError(f"--host {address.host} --port {address.port}: {error}. Give others.") from error
 
 
-def _plan(
-    config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address
-) -> tuple[TrainConfig, PlacedModel]:
-    """Plan a step of rows as long as the options or the model allow, and log it with the memory of each adapter."""
+def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address) -> list[PlannedBase]:
+    """Plan the base, with the memory of each adapter, and the teacher in what the base leaves of a GPU."""
     machine = Machine.of(config, ranks)
+    bases = [_planned(config, machine, store)]
+    placed = bases[0].placed
+    plain = (config.kind.adapter, config.rank_pattern, config.use_rslora, config.init_lora_weights, config.adapter)
+    if plain != ("lora", (), False, "true", None) or placed.model.trains_whole_modules:
+        raise UserError("serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora.")
+    size = format_bytes(adapter_bytes(placed))
+    line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
+    log.info(line, config.lora_rank, address.most_models, size)
+    if address.teacher:
+        log.info("%s", fit("Teacher: ", address.teacher))
+        if machine.gpu_memory:
+            left = machine.gpu_memory[0] - placed.memory.reserved
+            machine = dataclasses.replace(machine, free=max(0, left))
+        own = teacher_config(dataclasses.replace(config, teacher=address.teacher))
+        bases.append(_planned(own, machine, dist.PrefixStore("teacher", store) if store else None))
+    return bases
+
+
+def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) -> PlannedBase:
+    """Plan a step of rows as long as the options or the model allow, and log it."""
     plan = plan_model(config, machine, store)
     most = models.most_positions(plan.config) or MOST_OF_AUTO
     if config.context_length == "auto":
         config = dataclasses.replace(config, context_length=min(most, MOST_OF_AUTO))
-    plain = (config.kind.adapter, config.rank_pattern, config.use_rslora, config.init_lora_weights, config.adapter)
-    if plain != ("lora", (), False, "true", None) or plan.trains_whole_modules:
-        raise UserError("serve has new, plain LoRA adapters: --train_type qlora, lora, int8_lora or hqq_lora.")
     placed = place(config, plan, store=store)
     for line in PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1]).lines():
         log.info("%s", line)
-    count = sum(parameter.numel() for _, parameter in adapter_parameters(plan.meta.model))
-    size = format_bytes(_BYTES_PER_WEIGHT * count // placed.layout.num_shards)
-    line = "Adapters: of rank %d at most, each of the %d in memory takes %s of a rank's host memory"
-    log.info(line, config.lora_rank, address.most_models, size)
-    return config, placed
+    return PlannedBase(config, placed, store)
 
 
-def _loaded(config: TrainConfig, placed: PlacedModel, weights: Weights, control: Control, store: dist.Store) -> Worker:
-    """Load the model; on a GPU its longest rows are tried."""
+def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
+    """Load a base; on a GPU its longest rows are tried."""
+    config, placed, _ = base
     plan, ranks, size = placed.model, placed.model.machine.ranks, config.batch_size
     mesh = load_model(config, placed, weights, ranks)
     release_cached_memory(ranks.device)
@@ -164,31 +189,36 @@ def _loaded(config: TrainConfig, placed: PlacedModel, weights: Weights, control:
     options = {name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS}
     about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
     limits = Limits(plan.meta.model.get_input_embeddings().num_embeddings, config.longest_row - 1)
-    free, beat = least_free(plan.machine, "the memory for answers", store), control.heartbeat.beat
     rooms = Rooms(trainer, mesh, result_form(config, plan), about)
-    return Worker(rooms, placed, targets, limits, free, functools.partial(beat, 0, "compute"))
+    return Worker(rooms, placed, targets, limits, functools.partial(control.heartbeat.beat, 0, "compute"))
+
+
+def _described(base: PlannedBase, worker: Worker) -> Base:
+    """A loaded base as clients are told of it."""
+    config, here = base.config, Path(base.config.model_name).expanduser()
+    names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]
+    return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
 
 
 def _start_server(
-    config: TrainConfig, limits: Limits, records: Records, listening: socket.socket, address: Address
+    bases: list[Base], records: Records, listening: socket.socket, config: TrainConfig, address: Address
 ) -> Desk:
     """Answer requests in a thread of rank 0; returns the desk that has the work."""
-    here, (steps, minutes) = Path(config.model_name).expanduser(), save_times(config.save_every)
-    names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]
+    steps, minutes = save_times(config.save_every)
     most = {"most_rank": config.lora_rank, "most_models": address.most_models}
-    desk = Desk(records, address.folder, names, limits, **most, save_times=(steps, 60 * minutes))
-    tokenizer = str(here.resolve()) if here.is_dir() else config.model_name
-    app = App(desk, Served(names[0], tokenizer, limits.context_length, address.api_key))
+    desk = Desk(records, address.folder, bases, **most, save_times=(steps, 60 * minutes))
+    app = App(desk, address.api_key)
     desk.on_done = app.wake
     server = uvicorn.Server(uvicorn.Config(app.api, log_level="warning"))
     threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
     host, port, *_ = listening.getsockname()
-    log.info("Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.", names[0], host, port)
+    names = " and ".join(base.names[0] for base in bases)
+    log.info("Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.", names, host, port)
     return desk
 
 
 @gc_frozen()
-def _work(worker: Worker, desk: Desk | None, control: Control) -> None:
+def _work(workers: list[Worker], desk: Desk | None, control: Control) -> None:
     """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
     while True:
         order = desk.take(_PAUSE_SECONDS) if desk is not None else None
@@ -201,7 +231,7 @@ def _work(worker: Worker, desk: Desk | None, control: Control) -> None:
             continue
         received: Order = json.loads(text)
         try:
-            results = worker.carry_out(received)
+            results = workers[received.get("base", 0)].carry_out(received)
         except UserError as error:
             if desk is not None:
                 desk.refuse(str(error))

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
@@ -30,20 +30,12 @@ _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken a
 _CHECKPOINTS = {"weights": "training", "sampler_weights": "sampler"}
 
 
-class Served(NamedTuple):
-    """The model as clients are told of it. tokenizer: a folder or a name on the hub. api_key: that they must have."""
-
-    name: str
-    tokenizer: str
-    context_length: int
-    api_key: str | None
-
-
 class App:
-    """The endpoints. They run in one thread; `wake` may be called in any."""
+    """The endpoints. They run in one thread; `wake` may be called in any. api_key: that requests must have."""
 
-    def __init__(self, desk: Desk, served: Served) -> None:
-        self.desk, self.records, self.served = desk, desk.records, served
+    def __init__(self, desk: Desk, api_key: str | None) -> None:
+        self.desk, self.records, self.api_key = desk, desk.records, api_key
+        self.trained = desk.bases[0].names[0]
         self.api = FastAPI(title="fsdp_qlora", docs_url=None, redoc_url=None, openapi_url=None)
         self._waiting: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +73,7 @@ class App:
 
     async def _guard(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         self._loop = asyncio.get_running_loop()
-        key, given = self.served.api_key, request.headers.get("x-api-key", "")
+        key, given = self.api_key, request.headers.get("x-api-key", "")
         if key and not hmac.compare_digest(given.encode(), key.encode()):
             return _error(401, "The key in X-API-Key is missing or wrong.")
         size = request.headers.get("content-length", "0" if request.method in ("GET", "DELETE") else "")
@@ -92,8 +84,9 @@ class App:
     # --- sessions and models ---
 
     def capabilities(self) -> dict[str, Any]:
-        about = {"model_name": self.served.name, "max_context_length": self.served.context_length}
-        return {"supported_models": [{**about, "trainable": True, "sampleable": True}]}
+        named = [(names[0], limits.context_length) for names, _, limits in self.desk.bases]
+        about = [{"model_name": name, "max_context_length": length, "sampleable": True} for name, length in named]
+        return {"supported_models": [{**each, "trainable": not number} for number, each in enumerate(about)]}
 
     async def create_session(self, request: Request) -> dict[str, Any]:
         asked = await _read(request, types.CreateSessionRequest)
@@ -110,21 +103,21 @@ class App:
         asked = await _read(request, types.CreateSamplingSessionRequest)
         self._known("session", asked.session_id)
         name = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self.records.put("sampler", name, {"path": self._weights(asked.model_path, asked.base_model)})
+        self.records.put("sampler", name, self._weights(asked.model_path, asked.base_model))
         return {"sampling_session_id": name}
 
-    def _weights(self, path: str | None, base: str | None) -> str | None:
-        """The saved weights to sample from, None for the base. Raises UserError if there are none."""
+    def _weights(self, path: str | None, base: str | None) -> dict[str, Any]:
+        """The saved weights to sample from, or a base as it is. Raises UserError if there are none."""
         if path is not None:
             self.desk.path_of(path)
-        elif base not in self.desk.names:
-            raise UserError(f"The base {str(base)[:200]!r} is not served; this is {self.served.name}.")
-        return path
+            return {"path": path}
+        self.desk.base_named(str(base))
+        return {"path": None, "base": base}
 
     async def get_info(self, request: Request) -> dict[str, Any]:
         model = (await _read(request, types.GetInfoRequest)).model_id
         about = self._known("model", model)["about"]
-        data = {"arch": "decoder", "model_name": self.served.name, "tokenizer_id": self.served.tokenizer}
+        data = {"arch": "decoder", "model_name": self.trained, "tokenizer_id": self.desk.bases[0].tokenizer}
         return {"model_id": model, "model_data": data, "is_lora": True, "lora_rank": about["rank"]}
 
     async def weights_info(self, request: Request) -> dict[str, Any]:
@@ -133,7 +126,7 @@ class App:
         about = self._known("model", path.split("/")[2])["about"]
         parts = {name: about[name] for name in ("train_attn", "train_mlp")}
         return {
-            "base_model": self.served.name,
+            "base_model": self.trained,
             "is_lora": True,
             "lora_rank": about["rank"],
             "train_unembed": False,
@@ -170,8 +163,8 @@ class App:
         sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
         if sampler is None:
             sampler, seq = f"direct:{secrets.token_hex(16)}", 0
-            path = self._weights(content.get("model_path"), content.get("base_model"))
-            self.records.put("sampler", sampler, {"path": path})
+            weights = self._weights(content.get("model_path"), content.get("base_model"))
+            self.records.put("sampler", sampler, weights)
         number = content.get("num_samples", 1)
         answer = self._submit("asample", sampler, seq, body)
         count = number if isinstance(number, int) and 0 < number < 2**12 else 1
@@ -218,8 +211,8 @@ class App:
     # --- what there is ---
 
     def sampler(self, sampler_id: str) -> dict[str, Any]:
-        path = self._known("sampler", sampler_id)["path"]
-        return {"sampler_id": sampler_id, "base_model": self.served.name, "model_path": path}
+        about = self._known("sampler", sampler_id)
+        return {"sampler_id": sampler_id, "base_model": about.get("base", self.trained), "model_path": about["path"]}
 
     def training_runs(self, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         names = [name for name, _ in self.records.find("model")]
@@ -233,7 +226,7 @@ class App:
             for kind in _CHECKPOINTS.values()
         }
         return {
-            **{"training_run_id": model, "base_model": self.served.name, "model_owner": "local", "is_lora": True},
+            **{"training_run_id": model, "base_model": self.trained, "model_owner": "local", "is_lora": True},
             **{"lora_rank": about["about"]["rank"], "last_request_time": _date(about["time"])},
             **{"last_checkpoint": last["training"], "last_sampler_checkpoint": last["sampler"]},
             "user_metadata": about["user_metadata"],

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from tinker import types
@@ -48,13 +48,21 @@ REQUESTS: dict[str, Any] = {
 }
 
 
+class Base(NamedTuple):
+    """A model that is served. names: by which clients may call it. tokenizer: a folder, or a name on the hub."""
+
+    names: Sequence[str]
+    tokenizer: str
+    limits: Limits
+
+
 class Desk:
     """The requests that wait, and what is known of models and checkpoints.
 
     Args:
-        folder: of checkpoints. names: by which clients may call the base. most_rank: of adapters. most_models: in
-            memory. save_times: steps and seconds after which a model's state is saved, so that fewer pieces must be
-            repeated after a kill; 0 for never.
+        folder: of checkpoints. bases: the one whose adapters are trained, and others as they are. most_rank: of
+            adapters. most_models: in memory. save_times: steps and seconds after which a model's state is saved, so
+            that fewer pieces must be repeated after a kill; 0 for never.
     Attributes:
         on_done: is told each piece that has a result.
     """
@@ -63,14 +71,13 @@ class Desk:
         self,
         records: Records,
         folder: Path,
-        names: Sequence[str],
-        limits: Limits,
+        bases: Sequence[Base],
         *,
         most_rank: int,
         most_models: int,
         save_times: tuple[int, float],
     ) -> None:
-        self.records, self.folder, self.names, self.limits = records, folder, names, limits
+        self.records, self.folder, self.bases = records, folder, bases
         self.most_rank, self.most_models, self.save_times = most_rank, most_models, save_times
         self.on_done: Callable[[str], object] = lambda name: None
         self._ready = threading.Condition()
@@ -103,6 +110,13 @@ class Desk:
                 return
             del self._waiting[name]
         self._fail(piece, "cancelled")
+
+    def base_named(self, name: str) -> int:
+        """The number of the base that clients call so. Raises UserError if none is."""
+        if (number := next((number for number, base in enumerate(self.bases) if name in base.names), None)) is None:
+            served = " and ".join(base.names[0] for base in self.bases)
+            raise UserError(f"The base {name[:200]!r} is not served; here is {served}.")
+        return number
 
     def path_of(self, uri: str) -> Path:
         """The folder of saved weights. Raises UserError if there is none."""
@@ -250,7 +264,7 @@ class Desk:
         order: Order = {"kind": piece.kind, "model": piece.target, "seq": piece.seq}
         if piece.kind == "forward_backward":
             self._model(piece.target)
-            TrainRequest.read(parse_train_request(piece.body), self.limits)
+            TrainRequest.read(parse_train_request(piece.body), self.bases[0].limits)
             return {**order, "body": base64.b64encode(piece.body).decode()}
         request: Any = REQUESTS[piece.kind].model_validate_json(piece.body)
         if isinstance(request, types.CreateModelRequest):
@@ -271,8 +285,8 @@ class Desk:
 
     def _create(self, model: str, request: types.CreateModelRequest) -> dict[str, Any]:
         lora = request.lora_config
-        if request.base_model not in self.names:
-            raise UserError(f"The base {request.base_model[:200]!r} is not served; this is {self.names[0]}.")
+        if self.base_named(request.base_model):
+            raise UserError(f"{request.base_model} is not trained here, but {self.bases[0].names[0]}.")
         if lora is None or request.optimizer_config.type != "adamw":
             raise UserError("Only LoRA adapters with AdamW are served.")
         if not 0 < lora.rank <= self.most_rank:
@@ -353,9 +367,11 @@ class Desk:
             if getattr(request, name):
                 raise UserError(f"{name} is not served.")
         path = str(self.path_of(sampler["path"])) if sampler["path"] else None
+        base = self.base_named(sampler["base"]) if path is None else 0
         self._sampled_at[sampler["path"]] = time.monotonic()
-        prompt, params = prompt_tokens(request, self.limits), request.sampling_params
-        room = self.limits.context_length + 1 - len(prompt)
+        limits = self.bases[base].limits
+        prompt, params = prompt_tokens(request, limits), request.sampling_params
+        room = limits.context_length + 1 - len(prompt)
         most = min(params.max_tokens or room, room)
         if not (most > 0 and 0 <= params.temperature < math.inf and 0 < params.top_p <= 1 and params.top_k >= -1):
             raise UserError("max_tokens must be 1 or more, temperature 0 or more, top_p in (0, 1], top_k -1 or more.")
@@ -370,7 +386,7 @@ class Desk:
         own = {"prompt": prompt.tolist(), "num_samples": request.num_samples, "top": request.topk_prompt_logprobs}
         own |= {"seed": piece.id if params.seed is None else params.seed, "last": last}
         own["scores"] = bool(request.prompt_logprobs or request.topk_prompt_logprobs)
-        return {"path": path, "params": drawn}, own
+        return {"base": base, "path": path, "params": drawn}, own
 
     # --- files ---
 

@@ -69,15 +69,16 @@ class RequestStops(Stops):
 class Worker:
     """Carries out orders; every rank the same ones, in the same order.
 
-    targets: that the trainer's collator asks. free: bytes of the GPU that has least. beat: called while it computes.
+    targets: that the trainer's collator asks. beat: called while it computes. free: bytes of the GPU that has least,
+    when all bases are loaded.
     """
 
     rooms: Rooms
     placed: PlacedModel
     targets: RequestTargets
     limits: Limits
-    free: int | None
     beat: Callable[[], object]
+    free: int | None = None
     models: dict[str, Room] = field(default_factory=dict)
     snapshots: OrderedDict[str | None, Room] = field(default_factory=OrderedDict)
 

@@ -14,19 +14,22 @@ tinker = pytest.importorskip("tinker", reason="the extra serve is not installed"
 from tests.service import harness  # noqa: E402
 
 
-def used(client: tinker.ServiceClient, model: str) -> tuple[list[float], list[float]]:
-    """Losses of three steps of two passes each, and the log-probabilities of a prompt under the last weights."""
+def used(client: tinker.ServiceClient, model: str, teacher: str) -> list[list[float]]:
+    """Losses of three steps of two passes each; log-probabilities of a prompt under the last weights, and a teacher."""
     trainer = client.create_lora_training_client(model, rank=4, seed=1).result()
     data, losses = harness.datums(6), list[float]()
     for _ in range(3):
         passes = [trainer.forward_backward(part, "cross_entropy") for part in (data[:2], data[2:])]
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
         losses += [each.result().metrics["loss:sum"] for each in passes]
-    sampler = trainer.save_weights_and_get_sampling_client().result()
+    samplers = [trainer.save_weights_and_get_sampling_client(), client.create_sampling_client(base_model=teacher)]
     prompt = tinker.ModelInput.from_ints([5, 6, 7, 8])
-    drawn = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=4, seed=1)).result()
-    assert [len(each.tokens) for each in drawn.sequences]
-    return losses, sampler.compute_logprobs(prompt).result()[1:]
+    scored = list[list[float]]()
+    for sampler in (each.result() for each in samplers):
+        drawn = sampler.sample(prompt, 4, tinker.SamplingParams(max_tokens=4, seed=1)).result()
+        assert [len(each.tokens) for each in drawn.sequences]
+        scored.append(sampler.compute_logprobs(prompt).result()[1:])
+    return [losses, *scored]
 
 
 @pytest.mark.slow
@@ -34,18 +37,20 @@ def used(client: tinker.ServiceClient, model: str) -> tuple[list[float], list[fl
 def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
     options: dict[str, object], models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model, port, found = str(models()), _free_port(), list[tuple[list[float], list[float]]]()
+    model, teacher, port = str(models()), str(models("llama", num_hidden_layers=3)), _free_port()
+    found = list[list[list[float]]]()
     usual = {"precision": "bf16", "lora_rank": 8, "context_length": 128, "quant_cache": "off", **options}
+    usual["teacher"] = teacher
     on_cpu = harness.Service(models(), tmp_path / "on_cpu", 1, **usual)
     try:
-        expected = used(on_cpu.client(), model)
+        expected = used(on_cpu.client(), model, teacher)
     finally:
         on_cpu.kill()
 
     def use(processes: Sequence[Process]) -> None:
         if not found and os.path.exists(tmp_path / "rank0.log") and "Serving" in (tmp_path / "rank0.log").read_text():
             client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=harness.KEY)
-            found.append(used(client, model))
+            found.append(used(client, model, teacher))
             for process in processes:
                 process.kill()
 

@@ -147,6 +147,8 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
     status, said = _plan(capsys, "--explain", "--gpu", "RTX 3090", "--num_gpus", "2", **options)
     assert status == 1 and "does not fit" in said and "it would fit with:" in said
     assert "quantized weights" in said and "the driver and ECC" in said
+    # 80 blocks; rank 16 on 7 layers of widths 8192, 1024 and 28672; 16 bytes a weight, two ranks.
+    assert f"served: {80 * 16 * (4 * 8192 + 2 * (8192 + 1024) + 3 * (8192 + 28672)) * 8 / 2**30:.1f}" in said
     lines = [line for line in said.splitlines() if "fsdp-qlora train" not in line]
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]

@@ -1,4 +1,4 @@
-"""One service on one rank and one on two, each started once for all tests."""
+"""One service on one rank, and one with a teacher on two, each started once for all tests."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +28,7 @@ def service(
 ) -> Iterator["Service"]:
     from tests.service.harness import Service
 
-    running = Service(models(), tmp_path_factory.mktemp("service") / "folder", request.param)
+    teacher = {"teacher": models("llama", num_hidden_layers=4, hidden_size=96)} if request.param == 2 else {}
+    running = Service(models(), tmp_path_factory.mktemp("service") / "folder", request.param, **teacher)
     yield running
     running.kill()

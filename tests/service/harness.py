@@ -35,7 +35,7 @@ class Service:
 
     def __init__(self, model: Path, folder: Path, world_size: int, **options: object) -> None:
         self.model, self.folder, self.port = str(model), folder, _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url, self.teacher = f"http://127.0.0.1:{self.port}", str(options.get("teacher"))
         usual = {"train_type": "lora", "precision": "fp32", "lora_rank": 8, "quant_cache": "off", "context_length": 128}
         given = {**usual, "nproc_per_node": world_size, "api_key": KEY, **options}
         given |= {"model_name": model, "folder": folder, "port": self.port}

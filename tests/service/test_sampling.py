@@ -7,9 +7,9 @@ import pytest
 import tinker
 import torch
 from tinker import types
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.service.harness import Plain, Service, assert_equal, datums
+from tests.service.harness import KEY, Plain, Service, assert_equal, datums
 
 pytestmark = pytest.mark.slow
 on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
@@ -117,3 +117,24 @@ def test_samplers_keep_their_weights_while_training_goes_on(service: Service, tr
     assert before == after
     assert before[0] == before[2] and not np.allclose(later, before[2], atol=1e-3)
     assert not np.allclose(before[0], before[1], atol=1e-3)
+
+
+@on_two_ranks
+def test_a_larger_teacher_is_sampled_from_and_asked(service: Service, trained: Trained) -> None:
+    teacher = service.client().create_sampling_client(base_model=service.teacher).result()
+    plain = AutoModelForCausalLM.from_pretrained(service.teacher)
+    [answer] = sample(trained[1], seed=3)
+    for tokens in (PROMPT + answer.tokens, PROMPT + sample(teacher, seed=3)[0].tokens):
+        with torch.no_grad():
+            every = plain(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        expected = every[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        scored = teacher.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+        assert_equal([torch.tensor(scored[1:])], [expected])
+    [best] = sample(teacher, temperature=0.0, stop=[], max_tokens=1)
+    with torch.no_grad():
+        assert best.tokens == [int(plain(torch.tensor([PROMPT])).logits[0, -1].argmax())]
+    rest = tinker.RestClient(base_url=service.url, api_key=KEY)
+    served = rest.get_server_capabilities().result().supported_models
+    assert [each.model_name for each in served] == [service.model, service.teacher]
+    with pytest.raises(tinker.RequestFailedError, match="is not trained here"):
+        service.client().create_lora_training_client(service.teacher, rank=4).result()
