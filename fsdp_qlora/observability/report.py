@@ -5,7 +5,6 @@
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import html
 import json
@@ -13,26 +12,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from fsdp_qlora import __version__
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.distributed.supervision import clock
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import open_named, read_json, read_named, refusal_named, staged_file, write_json
+from fsdp_qlora.utils.files import open_named, read_json, refusal_named, staged_file, write_json
 from fsdp_qlora.utils.records import numbers_in, plain, read_records
 from fsdp_qlora.utils.redact import redact, redact_values
-from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, SAMPLES_FILE, STATUS
+from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
 
 log = logging.getLogger("fsdp_qlora")
 
-REPORT_FILE, CONFIG_FILE, FACTS_FILE = "report.html", "config.yaml", "facts.json"
+REPORT_FILE, FACTS_FILE = "report.html", "facts.json"
 _MARK = "<!-- a report by fsdp_qlora -->"  # marks files that may be replaced
 _PARTS = Path(__file__).resolve().parent
 
@@ -42,7 +38,7 @@ _MOST_CHARACTERS = 4000  # of a sample
 _TAIL = 2**20  # bytes of a file, in which its last line is
 _REWARDS = ("reward", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
 _OF_ANSWERS = ("completions/mean_length", "completions/clipped_ratio", "entropy", "kl")
-_SUMS = {"tokens": "num_tokens", "learned": "num_target_tokens", "seconds": "step_seconds", "skipped": "skipped"}
+_SUMS = {"tokens": "num_tokens", "seconds": "step_seconds", "skipped": "skipped"}
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS, *_OF_ANSWERS)
 
 
@@ -85,27 +81,13 @@ class Facts:
             write_json(self._path, {**self._about, "starts": [*self._starts, self._start]})
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """A run as its folder describes it; all values are JSON types.
-
-    steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
-    evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.
-    """
-
-    name: str
-    status: dict[str, Any]
-    steps: dict[str, list[Any]]
-    evaluations: dict[str, list[Any]]
-    totals: dict[str, Any]
-    settings: dict[str, Any]
-    facts: dict[str, Any]
-    samples: list[dict[str, Any]]
-
-
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> dict[str, Any]:
     """Read a run's folder.
 
+    Returns:
+        steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
+        evaluations. totals: of all steps. settings: the options. status, facts, samples: the files' contents. All
+        values are JSON types.
     Raises:
         UserError: no run has left its metrics there.
     """
@@ -115,16 +97,17 @@ def read_run(folder: Path) -> RunRecord:
     records = read_records(path)
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "eval_loss" in record]
-    return RunRecord(
-        name=redact(folder.name or str(folder)),
-        status=read_json(folder / STATUS),
-        steps=_step_columns(steps),
-        evaluations={name: [record.get(name) for record in evaluations] for name in dict.fromkeys(chain(*evaluations))},
-        totals=_totals(steps),
-        settings=_settings(folder / CONFIG_FILE),
-        facts=redact_values(read_json(folder / FACTS_FILE)),
-        samples=redact_values(_samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)),
-    )
+    columns = dict.fromkeys(chain(*evaluations))
+    return {
+        "name": redact(folder.name or str(folder)),
+        "status": read_json(folder / STATUS),
+        "steps": _step_columns(steps),
+        "evaluations": {name: [record.get(name) for record in evaluations] for name in columns},
+        "totals": _totals(steps),
+        "settings": read_json(folder / RUN).get("options", {}),
+        "facts": redact_values(read_json(folder / FACTS_FILE)),
+        "samples": redact_values(_samples(folder / SAMPLES_FILE) + _answers(folder / ROLLOUTS_FILE)),
+    }
 
 
 def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -164,14 +147,6 @@ def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**sums, "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = yaml.safe_load(read_named(path))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
-
-
 def _samples(path: Path) -> list[dict[str, Any]]:
     """The first and the last samples; those between are left out where there are very many."""
     rows = [
@@ -208,39 +183,29 @@ def _number(value: object) -> float:
 
 def _finite(value: object) -> object:
     """Rounded to what a curve shows; None for what is no finite number."""
-    if isinstance(value, int) or not isinstance(value, float):
-        return value if isinstance(value, (int, type(None))) else None
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.6g}")
+    return value if isinstance(value, int) else None
 
 
 # --- the page ---
 
 
-def make_page(runs: Sequence[RunRecord]) -> str:
+def make_page(runs: Sequence[dict[str, Any]]) -> str:
     """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags and scripts."""
-    script = "\n" + (_PARTS / "page.js").read_text(encoding="utf-8")
+    page, style, script = ((_PARTS / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        (_PARTS / "page.html")
-        .read_text(encoding="utf-8")
-        .format(
-            mark=_MARK,
-            script_hash=f"sha256-{digest}",
-            title=html.escape(" · ".join(run.name for run in runs)),
-            style=(_PARTS / "page.css").read_text(encoding="utf-8"),
-            data=_as_data(runs),
-            script=script,
-        )
-    )
+    title = html.escape(" · ".join(run["name"] for run in runs))
+    return page.format(mark=_MARK, digest=digest, title=title, style=style, data=_as_data(runs), script=script)
 
 
-def _as_data(runs: Sequence[RunRecord]) -> str:
+def _as_data(runs: Sequence[dict[str, Any]]) -> str:
     """JSON in which no text can close the script element or open another."""
     content = {
         "version": __version__,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "defaults": resolved_options(DEFAULTS),
-        "runs": [dataclasses.asdict(run) for run in runs],
+        "runs": runs,
     }
     text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -255,10 +220,10 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
         UserError: a folder is not a run's, or `out` is somebody else's file or cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
-    if len({run.name for run in runs}) < len(runs):
-        runs = [dataclasses.replace(run, name=redact(str(folder))) for run, folder in zip(runs, folders, strict=True)]
+    if len({run["name"] for run in runs}) < len(runs):
+        runs = [{**run, "name": redact(str(folder))} for run, folder in zip(runs, folders, strict=True)]
     if state is not None:
-        runs = [dataclasses.replace(run, status=run.status | {"state": state}) for run in runs]
+        runs = [{**run, "status": {**run["status"], "state": state}} for run in runs]
     page = make_page(runs)
     with refusal_named("out", out):
         if out.exists() and not _is_ours(out):

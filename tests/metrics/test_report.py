@@ -41,7 +41,7 @@ def make_run(folder: Path, *, steps: int = 12, text: str = "an answer") -> Path:
         memory = {"memory_gib": {"reserved": [1.0, 2.0 + step / 1000]}}
         records.append({"step": step, "epoch": step / 10, "loss": loss, **values, "tokens_per_second": 200.0, **memory})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "config.yaml").write_text(f"lr: 0.1\nmodel_name: {json.dumps(text)}\n")
+    (folder / "run.json").write_text(json.dumps({"options": {"lr": 0.1, "model_name": text}}))
     (folder / "status.json").write_text(json.dumps({"state": "finished", "total_steps": steps, "reason": text}))
     (folder / "facts.json").write_text(json.dumps({"environment": {"machine": {text: text}}, "starts": []}))
     (folder / "samples.jsonl").write_text(json.dumps({"step": 3, "prompt": text, "text": text}) + "\n")
@@ -95,22 +95,22 @@ def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "long", steps=20_000))
-    assert 300 < len(run.steps["step"]) < 1500
-    assert run.steps["step"][0] == 1 and run.steps["step"][-1] == 20_000
-    assert max(run.steps["loss"]) == 9.0 and run.steps["memory/reserved"][-1] == 22.0
-    assert run.totals["tokens"] == 2_000_000 and run.steps["tokens"][-1] == 2_000_000
-    assert run.totals["tokens_per_second"] == 200.0
+    assert 300 < len(run["steps"]["step"]) < 1500
+    assert run["steps"]["step"][0] == 1 and run["steps"]["step"][-1] == 20_000
+    assert max(run["steps"]["loss"]) == 9.0 and run["steps"]["memory/reserved"][-1] == 22.0
+    assert run["totals"]["tokens"] == 2_000_000 and run["steps"]["tokens"][-1] == 2_000_000
+    assert run["totals"]["tokens_per_second"] == 200.0
 
 
 def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "loss": null, "grad_norm": 1e999}\n[1]\n{"loss": 1}\n\0\n{"step": 14, "lo')
-    for name in ("config.yaml", "status.json", "facts.json", "samples.jsonl"):
+    for name in ("run.json", "status.json", "facts.json", "samples.jsonl"):
         (folder / name).write_text('{"a": [')
     run = read_run(folder)
-    assert run.steps["step"][-1] == 13 and run.steps["loss"][-1] is None and run.steps["grad_norm"][-1] is None
-    assert (run.settings, run.status, run.facts, run.samples) == ({}, {}, {}, [])
+    assert run["steps"]["step"][-1] == 13 and run["steps"]["loss"][-1] is None and run["steps"]["grad_norm"][-1] is None
+    assert (run["settings"], run["status"], run["facts"], run["samples"]) == ({}, {}, {}, [])
     assert Tags(make_page([run])).scripts
     with pytest.raises(UserError, match=r"is not the folder of a run: it has no metrics\.jsonl"):
         read_run(tmp_path)
