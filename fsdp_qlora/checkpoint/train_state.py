@@ -107,8 +107,11 @@ class TrainState:
             for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
-        contents = {_file(index): Tensors({name: _form(*value) for name, value in values.items()}, on_host)}
-        return contents, description
+        forms = {
+            name: TensorForm(value.dtype, tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]))
+            for name, (value, num_rows) in values.items()
+        }
+        return {_file(index): Tensors(forms, on_host)}, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
         """Write the files returned by `contents`. All values are taken, even if this raises OSError."""
@@ -196,14 +199,18 @@ class TrainState:
         layout, num_files = description["layout"], description["files"]
         is_reader = description["is_sharded"] or self.ranks.is_rank_0
         fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
-        with torch.no_grad(), contextlib.ExitStack() as opened, _damage_reported(folder):
-            files = [opened.enter_context(_open_file(folder, index)) for index in range(num_files if is_reader else 0)]
-            for name, parameter in self.parameters.items():
-                values = {
-                    key: entry["value"] if entry["kind"] == "number" else fill(files, name, key, entry)
-                    for key, entry in layout[name].items()
-                }
-                self._put(parameter, values)
+        try:
+            with torch.no_grad(), contextlib.ExitStack() as opened:
+                count = num_files if is_reader else 0
+                files = [opened.enter_context(_open_file(folder, index)) for index in range(count)]
+                for name, parameter in self.parameters.items():
+                    values = {
+                        key: entry["value"] if entry["kind"] == "number" else fill(files, name, key, entry)
+                        for key, entry in layout[name].items()
+                    }
+                    self._put(parameter, values)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
 
     def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         device, is_rows = self.ranks.device, entry["kind"] == "rows"
@@ -271,15 +278,6 @@ def _open_file(folder: Path, index: int) -> Any:
     return safe_open(folder / _file(index), framework="pt")
 
 
-@contextlib.contextmanager
-def _damage_reported(folder: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint if files of a checkpoint are missing, or have changed since they were verified."""
-    try:
-        yield
-    except (FileNotFoundError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
-
-
 def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise UserError if a checkpoint's parameters are not the model's."""
     if changed := sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name)):
@@ -295,9 +293,7 @@ def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
         kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
         entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
         return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
-    if value is None or isinstance(value, (bool, int, float)):
-        return {"kind": "number", "value": value}
-    raise TypeError(f"optimizer state of type {type(value).__name__} cannot be saved")
+    return {"kind": "number", "value": value}
 
 
 def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
@@ -310,10 +306,6 @@ def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
 
 def _has_local(layout: _Layout) -> bool:
     return any(entry["kind"] == "local" for keys in layout.values() for entry in keys.values())
-
-
-def _form(value: torch.Tensor, num_rows: int | None = None) -> TensorForm:
-    return TensorForm(value.dtype, tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]))
 
 
 def _file(index: int) -> str:
