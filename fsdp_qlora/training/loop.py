@@ -65,7 +65,7 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
-    with _saved_before_failing(progress, observer):
+    try:
         for rows in source.steps(schedule, first=progress.step, position=progress.stream):
             if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
                 break
@@ -90,17 +90,10 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
             if is_best or control.save or observer.is_save_due(progress.step):
                 observer.save(progress, wait=False)
             trainer.heartbeat.beat(progress.step, "rows")
-    observer.save(progress)
-
-
-@contextlib.contextmanager
-def _saved_before_failing(progress: Progress, observer: Observer) -> Iterator[None]:
-    """Save a checkpoint of the previous step before an error that is no fault of the weights, so that none is lost."""
-    try:
-        yield
-    except (NotFinite, RolloutError, RunStopped):
+    except (NotFinite, RolloutError, RunStopped):  # no fault of the weights: the previous step is not lost
         observer.save(progress)
         raise
+    observer.save(progress)
 
 
 def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
