@@ -172,20 +172,17 @@ class RunFolder:
         """
         with raise_on_all_ranks(UserError, self.ranks.device):
             if self.ranks.is_rank_0:
-                self._write(files, identity, keep_run=keep_run)
+                try:
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    if not keep_run:
+                        remove_run(self.path)
+                    write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+                    publish_files(self.path, lambda into: [(into / name).write_text(files[name]) for name in files])
+                except (OSError, TrainingError) as error:
+                    raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
         with raise_on_all_ranks(UserError, self.ranks.device):
             if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
                 raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
-
-    def _write(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not keep_run:
-                remove_run(self.path)
-            write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
-            publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
-        except (OSError, TrainingError) as error:
-            raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
 
 
 def _continues(output_dir: Path, request: StartRequest) -> bool:
