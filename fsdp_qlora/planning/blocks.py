@@ -150,9 +150,8 @@ def _measure_all(parts: ModelParts, precision: Precision, described: Mapping[str
         del block.forward  # called once
         kind = _kind(block)
         if kind not in measured:
-            x = args[0] if args else kwargs.pop("hidden_states")
-            inputs = _Inputs(tuple(x.shape), x.dtype, *_as_leaves(_on_meta((args[1:], kwargs))))
-            measured[kind] = _measure(block, precision, inputs)
+            hidden = args[0] if args else kwargs.pop("hidden_states")
+            measured[kind] = _measure(block, precision, hidden, *_as_leaves(_on_meta((args[1:], kwargs))))
         found.append(measured[kind][0])
         if len(found) == len(parts.blocks):
             raise _Measured
@@ -190,20 +189,22 @@ def _kind(block: nn.Module) -> Any:
     return type(block), parameters, tuple(settings)
 
 
-def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> tuple[BlockBytes, Any]:
-    """Returns the bytes, and the block's output."""
+def _measure(
+    block: nn.Module, precision: Precision, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[BlockBytes, Any]:
+    """Returns the bytes, and the block's output. hidden: its input [1, T, H]; args, kwargs: its other arguments."""
     wrapped = RecomputedBlock(_as_gathered(block, precision))
     counts, output = {}, None
     for recomputes in (False, True):
         wrapped.is_on = recomputes
         set_save_inputs_only(wrapped, not recomputes)
-        x = torch.empty(inputs.shape, dtype=inputs.dtype, device="meta", requires_grad=True)
-        told = [dict(each) if isinstance(each, Mapping) else each for each in inputs.kwargs.values()]
+        x = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta", requires_grad=True)
+        told = [dict(each) if isinstance(each, Mapping) else each for each in kwargs.values()]
         uncounted = filter(
-            torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((inputs, told))]
+            torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves((args, kwargs, told))]
         )
         with CountedStorages(uncounted) as count, precision.autocasting(torch.device("cpu")):
-            y = wrapped(x, *inputs.args, **inputs.kwargs)
+            y = wrapped(x, *args, **kwargs)
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
             output = x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
             del y
@@ -211,7 +212,7 @@ def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> tuple
             loss.backward()
         counts[recomputes] = kept, count.most
         wrapped.zero_grad()
-        for each in filter(lambda each: isinstance(each, MutableMapping), inputs.kwargs.values()):
+        for each in filter(lambda each: isinstance(each, MutableMapping), kwargs.values()):
             # What it tells later blocks, whose backward passes end there.
             each.update({key: _as_leaves(value) for key, value in each.items()})
     return BlockBytes(*counts[False], counts[True][1]), output
@@ -231,12 +232,3 @@ def _as_gathered(block: nn.Module, precision: Precision) -> nn.Module:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(precision.param_dtype)
     return result
-
-
-class _Inputs(NamedTuple):
-    """A block's input [1, T, H] and other arguments."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
