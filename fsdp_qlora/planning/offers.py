@@ -137,12 +137,6 @@ def _speed_line(run: PlannedRun) -> str:
     return f"{speed} for {format_count(run.tokens)} tokens{cost}"
 
 
-def _speed_text(run: PlannedRun) -> str:
-    """Speed, time and, with a price, cost."""
-    cost = f", ${run.cost:,.2f}" if run.request.price_per_hour else ""
-    return f"{run.tokens_per_second:,.0f} tokens/s, {run.hours:,.1f} hours{cost}"
-
-
 def command_line(run: PlannedRun) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = run.config, run.placed.placement.options
@@ -188,7 +182,8 @@ def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
             margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
             words = ", ".join(f"{name} {value_text(getattr(run.config, name))}" for name in _SEARCHED)
             rows = f"{run.request.num_gpus} x {run.rows} rows per step"
-            yield f"  {_speed_text(run)}, {rows}, {margin}"
+            cost = f", ${run.cost:,.2f}" if run.request.price_per_hour else ""
+            yield f"  {run.tokens_per_second:,.0f} tokens/s, {run.hours:,.1f} hours{cost}, {rows}, {margin}"
             yield f"    {words}"
             if run.config.context_size > 1:
                 yield f"    context_parallel_size {run.config.context_size}"
