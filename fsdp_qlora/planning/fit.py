@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from fsdp_qlora.data.batches.schedule import RowsInMemory
-from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.model.model_parts import Offload
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.training.probes import GpuMeter
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.text import GIB
 
@@ -34,6 +33,9 @@ _MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
 # Share of all blocks that recompute in addition when a step comes near the end of the memory. With recompute a block
 # computes 4 passes instead of 3 (backward counts for 2), so a step computes at most 1.7% more.
 _MORE_BLOCKS = 0.05
+
+_FREE_SHARE, _LEAST_FREE = 0.04, GIB  # of the GPU's memory, that a probe leaves free
+_FREE_IN_STEPS = 0.5  # of that, which later steps leave free: their rows are others
 
 T = TypeVar("T")
 
@@ -156,7 +158,8 @@ def fit_recompute(
     so another probe with what fits by it may find more room.
 
     Args:
-        try_step: runs forward and backward. Returns the bytes allocated between them, and `GpuMeter.room`.
+        try_step: runs forward and backward. Returns the bytes allocated between them, and those left free beyond what
+            a probe leaves; negative if it used some of that.
         least: the smallest of the ranks' numbers.
         block_bytes: about what a block keeps without recompute, for the first probe of one.
         too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
@@ -219,16 +222,22 @@ def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_fe
     Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
     """
     device, longest = trainer.ranks.device, trainer.longest(data)
-    meter = GpuMeter(device)
+    left_free = max(_LEAST_FREE, int(_FREE_SHARE * torch.cuda.mem_get_info(device)[1]))
+
+    def reservable() -> int:
+        """Bytes that this process could reserve, with those that it has reserved."""
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
 
     def try_step() -> tuple[int, int]:
-        meter.start()
-        return trainer.try_micro_batch(data.table, *longest), meter.room()
+        release_cached_memory(device)  # peaks count from here
+        held = trainer.try_micro_batch(data.table, *longest)
+        return held, reservable() - torch.cuda.max_memory_reserved(device) - left_free
 
     def least(value: float) -> float:
         return gather_numbers([value], device).min().item()
 
     recomputing = fit_recompute(trainer.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
-    watch = MemoryWatch(trainer.model, recomputing, most=least(meter.most_in_steps()))
+    most = least((reservable() - _FREE_IN_STEPS * left_free) / GIB)
+    watch = MemoryWatch(trainer.model, recomputing, most=most)
     trainer.watch_memory = watch.stepped
     log.debug("Recompute: %d of %d blocks, found by probing.", recomputing, watch.blocks)

@@ -1,4 +1,4 @@
-"""Probes before the first step: whether the loss can be computed in chunks, rows without padding; memory of a GPU."""
+"""Probes before the first step: whether the loss can be computed in chunks, and rows without padding."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.distributed.device import to_device
-from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
+from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.model.architecture.attention import attending, packing_blocker
@@ -24,7 +24,7 @@ from fsdp_qlora.sharding.recompute import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.text import GIB, first_line
+from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -43,9 +43,6 @@ _LENGTHS = (40, 8)
 _FIRST_TOKENS = 3  # of a rank's part of a row: as far as a short convolution looks back
 # Of a token's logits: rounding, also of other kernels, stays far below; what another document leaves, far above.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-
-_MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, that a probe leaves free
-_MARGIN_IN_STEPS = 0.5  # of that margin, that later steps leave free
 
 
 def few_tokens(model: PreTrainedModel) -> torch.Tensor:
@@ -254,27 +251,3 @@ def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
         row = torch.cat([first, second[num_shared:]])[None]
         behind = probed.logits(row, **documents)[0, len(first) :].double()
     return _relative(behind, alone)
-
-
-class GpuMeter:
-    """Memory of this rank's GPU in bytes, as torch's allocator reserves it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.margin = max(_MIN_MARGIN, int(_MARGIN_SHARE * torch.cuda.mem_get_info(device)[1]))
-
-    def start(self) -> None:
-        """Begin a probe: peaks count from here."""
-        release_cached_memory(self.device)
-
-    def most(self) -> int:
-        """Bytes that this process could reserve, with those that it has reserved."""
-        return int(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
-
-    def room(self) -> int:
-        """Bytes that the probe has left free beyond the margin; negative if it used the margin."""
-        return self.most() - int(torch.cuda.max_memory_reserved(self.device)) - self.margin
-
-    def most_in_steps(self) -> float:
-        """GiB that may be reserved in later steps, whose rows are others."""
-        return (self.most() - _MARGIN_IN_STEPS * self.margin) / GIB
