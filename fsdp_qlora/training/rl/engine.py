@@ -228,6 +228,14 @@ class Server:
                 seconds *= 2
         return [answers[place] for place in places]
 
+    def answer_of(self, work: Callable[[], str], control: Control, ranks: Ranks, step: int) -> str:
+        """`run_on_rank_0` of work that asks this server; after an error no thread of it asks on."""
+        try:
+            return run_on_rank_0(work, control, ranks, step)
+        except (RolloutError, RunStopped):
+            self.is_closed = True
+            raise
+
     def _note(self, reason: str, limit: float = 0.0) -> None:
         """Say why the server does not answer, or, without a reason, that it answers again."""
         with self._noting:
@@ -321,11 +329,8 @@ class ServerEngine:
                 for path in sorted(folder.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-1]:
                     shutil.rmtree(path, ignore_errors=True)
             self.save(folder)
-        try:
-            text = run_on_rank_0(partial(self._answers, folder, prompts, generation), self.control, self.ranks, version)
-        except (RolloutError, RunStopped):
-            self.server.is_closed = True
-            raise
+        answers = partial(self._answers, folder, prompts, generation)
+        text = self.server.answer_of(answers, self.control, self.ranks, version)
         return [Completion(*values) for values in json.loads(text)]
 
     def _answers(self, folder: Path, prompts: Sequence[Sequence[int]], generation: int) -> str:
@@ -428,11 +433,7 @@ class ServerTeacher:
             found = self.server.all_answers(len(prompts), lambda i: self._answer(name, prompts[i], completions[i]))
             return b64encode(np.concatenate(found).tobytes()).decode()
 
-        try:
-            content = b64decode(run_on_rank_0(ask, self.control, self.ranks, version))
-        except (RolloutError, RunStopped):
-            self.server.is_closed = True
-            raise
+        content = b64decode(self.server.answer_of(ask, self.control, self.ranks, version))
         self._told = torch.frombuffer(bytearray(content), dtype=torch.float32).view(-1, 2 * self.k + 1)
 
     def _answer(self, name: str, prompt: Sequence[int], completion: Sequence[int]) -> np.ndarray:
