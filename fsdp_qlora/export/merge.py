@@ -216,7 +216,6 @@ class MergedModel:
     """
 
     weights: Weights
-    adapter: PeftFolder
     changes: Changes
     parameters: Mapping[str, torch.Size]
     names: list[str]
@@ -229,9 +228,11 @@ class MergedModel:
         """Every tensor of the merged model's files, in the base's order."""
         forms, files = {}, self.weights.files
         for name in self._order():
+            stored = files.dtype(self._source(name))
+            own = stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
             for part, _, _ in self._parts(name):
                 shape = self.shape(name) if part in (name, self._source(name)) else files.shape(part)
-                forms[part] = TensorForm(self.dtype or self._own_dtype(name), tuple(shape))
+                forms[part] = TensorForm(self.dtype or own, tuple(shape))
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
@@ -255,10 +256,6 @@ class MergedModel:
     def _source(self, name: str) -> str:
         return self.weights.sources[self.copies.get(name, name)]
 
-    def _own_dtype(self, name: str) -> torch.dtype:
-        stored = self.weights.files.dtype(self._source(name))
-        return stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
-
     def shape(self, name: str) -> torch.Size:
         """The shape of a merged parameter: embeddings may have been resized."""
         change = self.changes.replaced.get(name)
@@ -277,7 +274,7 @@ class MergedModel:
 
         def read(start: int, stop: int) -> torch.Tensor:
             if replaced:
-                return self.adapter.files.read_flat(replaced.name, start, stop)
+                return self.changes.adapter.files.read_flat(replaced.name, start, stop)
             return self.weights.files.read_flat(self._source(name), start, stop) if whole is None else whole[start:stop]
 
         columns = self.parameters[name][-1] if self.parameters[name] else 1
@@ -328,7 +325,6 @@ class Merge:
 
     run: TrainConfig
     folder: Path
-    config: PretrainedConfig
     adapter: PeftFolder
     original: MergedModel
     layers: Mapping[str, Any]
@@ -383,11 +379,11 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     merged = MergedModel(
-        weights, adapter, changes, shapes, [name for name in names if name not in parts],
+        weights, changes, shapes, [name for name in names if name not in parts],
         None, split_ends(model, changes),
     )  # fmt: skip
     layers = quantized_layers(quantized) if quantized is not None else {}
-    return Merge(run, folder, config, adapter, merged, layers, found)
+    return Merge(run, folder, adapter, merged, layers, found)
 
 
 def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None) -> PreTrainedModel:
