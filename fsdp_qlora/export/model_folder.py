@@ -54,19 +54,19 @@ def return_freed_memory() -> None:
 
 
 def build_plain_model(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _CPU, *, trust_remote_code: bool = False
+    config: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device, with plain layers and experts; its buffers are on `device`."""
+    """The model on the meta device, with plain layers and experts; its buffers are on the CPU."""
     model = models.build_meta_model(
         config,
         attn_implementation="auto",
         dtype=dtype,
         compute_dtype=dtype,
-        device=device,
+        device=_CPU,
         experts_implementation="eager",
         trust_remote_code=trust_remote_code,
     )
-    route_experts(model, device)
+    route_experts(model, _CPU)
     return model
 
 
