@@ -114,8 +114,8 @@ def evaluate(args: argparse.Namespace) -> int | None:
     args.training_options += ["--dataset", *args.dataset] if args.dataset else []
 
     def show(config: TrainConfig, ranks: "Ranks", folder: Path | None) -> None:
-        of_tasks = {"limit": args.limit, "num_fewshot": args.num_fewshot}
-        results = measure(config, ranks, folder, args.dataset, args.tasks, **of_tasks)
+        options = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+        results = measure(config, ranks, folder, args.dataset, args.tasks, **options)
         if ranks.is_rank_0:
             print(json.dumps(results, indent=2) if args.json else describe(results))
 
@@ -130,10 +130,8 @@ def measure(
     Args:
         folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
     """
-    from fsdp_qlora.data.run_data import prepare_data
     from fsdp_qlora.data.sources.dataset_name import parse_eval_names
-    from fsdp_qlora.model.architecture.models import most_positions
-    from fsdp_qlora.planning.run_plan import Plan, data_options
+    from fsdp_qlora.planning.run_plan import Plan, read_rows
     from fsdp_qlora.planning.run_rows import make_schedule
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.run.open_model import load_trained
@@ -145,14 +143,10 @@ def measure(
     sets: dict[str, RunData] = {}
 
     def read(placed: "PlacedModel") -> None:
-        plan = placed.model
-        vocab_size = plan.meta.model.get_input_embeddings().num_embeddings
         for name, dataset in parse_eval_names(datasets).items():
-            own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0)
-            own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
-            rows_as = data_options(own, plan.folder, plan.tokenizer)
-            longest = most_positions(plan.config)
-            sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size, longest=longest)
+            rows: dict[str, Any] = {"dataset": (dataset,), "eval_dataset": (), "eval_fraction": 0.0}
+            own = dataclasses.replace(config, **rows, resume="off", adapter=str(folder) if folder else None)
+            _, sets[name] = read_rows(own, placed.model)
 
     placed, results = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():
