@@ -87,11 +87,8 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
     """Make a written checkpoint visible, complete and durable.
 
     Raises:
-        FileExistsError: the step is published already. A published step is never replaced.
-        OSError: a file is missing, or the disk is full.
+        OSError: a file is missing, the disk is full, or the step is published already: it is never replaced.
     """
-    if target.exists():
-        raise FileExistsError(errno.EEXIST, "this step is published already", str(target))
     for name, record in files.items():
         if (staging / name).stat().st_size != record.size:
             raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
@@ -137,8 +134,6 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
             f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads {FORMAT_VERSION}. Resume "
             "with the version that saved it, or start from zero with --resume off:replace."
         )
-    if STATE not in files:
-        raise DamagedCheckpoint(f"{path.name} does not list {STATE}")
     return files
 
 
