@@ -187,12 +187,6 @@ class JsonlSink(Sink):
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
 
-    def step(self, record: Record, eta_seconds: float | None) -> None:
-        self._write(record)
-
-    def evaluation(self, record: Record) -> None:
-        self._write(record)
-
     def flush(self) -> None:
         with contextlib.suppress(OSError):
             os.fsync(self._descriptor)
@@ -201,7 +195,7 @@ class JsonlSink(Sink):
         self._write_pending()
         os.close(self._descriptor)
 
-    def _write(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         was_behind = bool(self._pending)
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         error = self._write_pending()

@@ -54,9 +54,14 @@ class Sink:
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         """Log one optimizer step's record; `eta_seconds` is None until the pace is known."""
+        self.log(record)
 
     def evaluation(self, record: Record) -> None:
         """Log one evaluation's record."""
+        self.log(record)
+
+    def log(self, record: Record) -> None:
+        """Log a record of either kind."""
 
     def flush(self) -> None:
         """Make all records so far survive a power cut, as far as the sink can."""
@@ -96,7 +101,7 @@ class QueuedSink(Sink):
         if self.client is not None:
             self._thread.start()
             for record in self.lacking(earlier):
-                self.post(partial(self.log, record))
+                self.log(record)
 
     @classmethod
     def problem(cls) -> str | None:
@@ -107,7 +112,7 @@ class QueuedSink(Sink):
         """Start the library's run, and return its object."""
         raise NotImplementedError
 
-    def log(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
         """Send a step's or an evaluation's record."""
         raise NotImplementedError
 
@@ -122,11 +127,8 @@ class QueuedSink(Sink):
         """Advice to the user about missing records."""
         return ""
 
-    def step(self, record: Record, eta_seconds: float | None) -> None:
-        self.post(partial(self.log, record))
-
-    def evaluation(self, record: Record) -> None:
-        self.post(partial(self.log, record))
+    def log(self, record: Record) -> None:
+        self.post(partial(self.send, record))
 
     def close(self, exit_code: int) -> None:
         if self.client is not None:
@@ -181,7 +183,7 @@ class TensorBoardSink(QueuedSink):
         log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
         return writer
 
-    def log(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
         for name, value in curves(record).items():
             self.client.add_scalar(name, value, record["step"])
 
@@ -254,7 +256,7 @@ class WandbSink(QueuedSink):
     def lacking(self, earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [] if self.client.offline else [one for one in earlier if one["step"] >= self.client.starting_step]
 
-    def log(self, record: Record) -> None:
+    def send(self, record: Record) -> None:
         """Send a record; wandb drops one that is before its next row. An evaluation's numbers are in its step's row."""
         self.client.log(named_numbers(record), step=record["step"])
 
