@@ -5,13 +5,12 @@ import datetime
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
@@ -32,7 +31,6 @@ from fsdp_qlora.training.generation.generate import (
     Stops,
     TextGenerator,
     chosen_format,
-    gather_completions,
 )
 from fsdp_qlora.utils.files import read_json, refusal_named, staged_file
 
@@ -92,7 +90,7 @@ class LoadedModel:
         record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
         self.format = PromptFormat(tokenizer, record)
         self.stops = Stops(tokenizer, model, self.format.stop_text)
-        self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
+        self.generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
     def stream(self, question: PromptContent, index: int, output: Any) -> str:
         """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
@@ -107,25 +105,12 @@ class LoadedModel:
             print(text[printed:ready], end="", file=output, flush=True)
             printed = ready
 
-        made = self._generator.generate(prompts, show)
+        made = self.generator.generate(prompts, show)
         if not made:
             return ""
         text = self.stops.text_of(made[index].token_ids)
         print(text[printed:], file=output, flush=True)
         return text
-
-    def answer_all(self, questions: Sequence[PromptContent], batch_size: int) -> Iterator[list[dict[str, Any]]]:
-        """Answer questions, `batch_size` on each rank at a time; yields the answers of each batch, in order, on
-        every rank."""
-        size = batch_size * self.ranks.world_size
-        for start in range(0, len(questions), size):
-            mine = range(start + self.ranks.rank, min(start + size, len(questions)), self.ranks.world_size)
-            own = self._generator.generate({index: self.format.ids(questions[index]) for index in mine})
-            yield [self._result(completion) for completion in gather_completions(own)]
-
-    def _result(self, said: Completion) -> dict[str, Any]:
-        text = self.stops.text_of(said.token_ids)
-        return {"completion": text, "num_tokens": len(said.token_ids), "finish": said.finish}
 
 
 def answer_file(
@@ -136,15 +121,14 @@ def answer_file(
     Raises:
         UserError: it cannot be written.
     """
-    done = []
-    with tqdm(total=len(rows), unit=" prompts", disable=not model.ranks.is_rank_0 or not sys.stderr.isatty()) as bar:
-        for results in model.answer_all([question for _, question in rows], batch_size):
-            done += results
-            bar.update(len(results))
+    prompts = [model.format.ids(question) for _, question in rows]
+    completions = model.generator.answer_all(prompts, batch_size, shows_progress=sys.stderr.isatty())
     if model.ranks.is_rank_0:
         with refusal_named("out", out), staged_file(out) as partial:
-            answered = ({**row, **result} for (row, _), result in zip(rows, done, strict=True))
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered]
+            for (row, _), made in zip(rows, completions, strict=True):
+                text = model.stops.text_of(made.token_ids)
+                row |= {"completion": text, "num_tokens": len(made.token_ids), "finish": made.finish}
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row, _ in rows]
             partial.write_text("".join(lines), encoding="utf-8")
         log.info("Saved: %s (%d prompts)", out, len(rows))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -322,17 +323,21 @@ class TextGenerator:
         self,
         prompts: Sequence[Sequence[int]],
         at_a_time: int,
-        beat: Callable[[], object],
+        beat: Callable[[], object] = lambda: None,
         seeds: Sequence[int] | None = None,
+        *,
+        shows_progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, each on one rank. Called on every rank with all of them, and returns all completions.
 
         Args:
-            at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for `generate`.
+            at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for `generate`. shows_progress: a
+                bar on rank 0.
         """
         number_of_ranks, own = self.ranks.world_size, dict[int, Completion]()
         places = range(self.ranks.rank, len(prompts), number_of_ranks)
-        for first in range(0, -(-len(prompts) // number_of_ranks), at_a_time):  # as often on every rank
+        rounds = range(0, -(-len(prompts) // number_of_ranks), at_a_time)  # as often on every rank
+        for first in tqdm(rounds, unit=" batches", disable=not (shows_progress and self.ranks.is_rank_0)):
             chosen = places[first : first + at_a_time]
             own_seeds = {place: seeds[place] for place in chosen} if seeds else None
             own |= self.generate({place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds)
