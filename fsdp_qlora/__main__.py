@@ -17,6 +17,7 @@ from fsdp_qlora import __version__
 from fsdp_qlora.commands import inference, models, plan, serve, tools, train
 from fsdp_qlora.utils.errors import (
     ENDINGS,
+    Crashed,
     LostRank,
     RunStopped,
     TrainingError,
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
     try:
         with paths_refused():
             status = _choose(argv)
-    except (UserError, TrainingError, LostRank, RunStopped) as error:
+    except (UserError, TrainingError, LostRank, Crashed, RunStopped) as error:
         print_error(error)
         status = how_it_ends(error).exit_code
     except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.objectives import TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.data.sources.dataset_name import parse_eval_names, parse_name
 from fsdp_qlora.distributed.supervision import restarts
 from fsdp_qlora.distributed.supervision.launch import (
     WORKER,
@@ -28,7 +29,6 @@ from fsdp_qlora.distributed.supervision.launch import (
 )
 from fsdp_qlora.distributed.supervision.stops import Signals
 from fsdp_qlora.utils.errors import (
-    ENDINGS,
     Crashed,
     LostRank,
     RunStopped,
@@ -49,7 +49,7 @@ _FILES = ("sample_prompts", "prompt_template")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
+    """Returns the exit status of the processes that it starts, or of an attempt that was final, else 0."""
     guard_output()
     set_torch_variables()
     if (end := restarts.previous_exit()) is not None:
@@ -75,13 +75,10 @@ def main(argv: list[str]) -> int:
 
             run(config, signals, notes)
     except (UserError, TrainingError, RunStopped) as error:
-        ending = how_it_ends(error)
-        restarts.record_exit(ending, str(error))
-        print_error(error)
-        return ending.exit_code
-    except (LostRank, Crashed) as error:
-        print_error(error)
-        return ENDINGS["failed"].exit_code
+        restarts.record_exit(how_it_ends(error), str(error))
+        raise
+    except (LostRank, Crashed):  # which have noted their reason
+        raise
     except Exception as error:
         note_reason(f"{type(error).__name__}: {error}")
         raise
@@ -128,7 +125,6 @@ def refuse_names(config: TrainConfig) -> None:
         UserError: as the run would say it, some imports later.
     """
     from fsdp_qlora.data.sources import source as sources  # the hub's client takes a while to import
-    from fsdp_qlora.data.sources.dataset_name import parse_name
     from fsdp_qlora.data.text import recognition
     from fsdp_qlora.utils import hub
 
@@ -152,16 +148,13 @@ def refuse_names(config: TrainConfig) -> None:
 
 def _missing(config: TrainConfig) -> Iterator[str]:
     """A sentence for each path that leads nowhere."""
-    folders, files = {"model_name": config.model_name}, {name: getattr(config, name) for name in _FILES}
-    named = [(option, word, word) for option, word in {**folders, **files}.items() if word]
-    for option in ("dataset", "eval_dataset"):
-        for word in getattr(config, option):  # PATH:weight, PATH[split], name=PATH
-            is_named = option == "eval_dataset" and not Path(word).exists()
-            path = word.rpartition("=")[2] if is_named else word
-            named.append((option, word, re.sub(r"(:[\d.]+|\[[^/]*\])+$", "", path)))
+    named = [(option, word, word) for option in ("model_name", *_FILES) if (word := getattr(config, option))]
+    named += [("dataset", word, parse_name(word).name) for word in config.dataset]
+    eval_datasets = zip(config.eval_dataset, parse_eval_names(config.eval_dataset).values(), strict=True)
+    named += [("eval_dataset", word, parse_name(dataset, weighted=False).name) for word, dataset in eval_datasets]
     for option, word, path in named:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
-            what = "folder" if option in folders else "file or folder"
+            what = "folder" if option == "model_name" else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."
     if (model := Path(config.model_name).expanduser()).is_dir() and not (model / "config.json").is_file():
         yield f"model_name {config.model_name}: it has no config.json, so it is not a model's folder."
