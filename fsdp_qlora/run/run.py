@@ -184,7 +184,7 @@ def show_samples(config: TrainConfig) -> str:
 
 def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:
     """Load the model, run the remaining steps, and save the result."""
-    ranks, start, folder = guard.ranks, guard.start, guard.folder.path
+    ranks, start, folder, heartbeat = guard.ranks, guard.start, guard.folder.path, guard.control.heartbeat
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
@@ -200,7 +200,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         mesh,
         ranks,
         is_large=plan.model.trains_whole_modules,
-        beat=guard.beat_save,
+        beat=lambda: heartbeat.beat(heartbeat.step, "save"),
     )
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)

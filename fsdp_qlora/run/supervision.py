@@ -131,7 +131,8 @@ class Guard:
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         self.control.signals.is_starting = False
         with contextlib.ExitStack() as closed_last, reporting:
-            self._continue_metrics()
+            if is_rank_0:
+                self._continue_metrics()
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
             store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
@@ -150,16 +151,10 @@ class Guard:
 
     def _continue_metrics(self) -> None:
         """Truncate metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
-        if not self.ranks.is_rank_0:
-            return
         progress = Progress.from_dict(self.start.progress)
         if self.start.folder and self.start.is_new:
             copy_records(Path(self.start.folder).parents[1], self.folder.path)
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
-
-    def beat_save(self) -> None:
-        """Send a heartbeat. Called for each tensor written, since saving a large state takes long."""
-        self.control.heartbeat.beat(self.control.heartbeat.step, "save")
 
 
 class Recorder:
