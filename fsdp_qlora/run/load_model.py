@@ -164,17 +164,13 @@ def build_trainer(
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    options = TrainerOptions(
-        peak_lr=config.learning_rate,
-        lr_schedule=config.lr_scheduler,
+    options = config.pick(
+        TrainerOptions,
         warmup_steps=plan.warmup_steps,
         total_steps=plan.schedule.total_steps,
         max_grad_norm=config.grad_norm or math.inf,
         num_replicas=plan.placed.layout.num_replicas,
         sync_every_micro_batch=not plan.placed.placement.accumulates,
-        on_nonfinite=config.on_nonfinite,
-        eval_steps=config.eval_steps,
-        early_stopping=config.early_stopping,
     )
     settings = config.pick(LossSettings, **config.objective_settings)
     return Trainer(forward, optimizer, make_objective(config.objective, settings, forward.context), options, control)

@@ -40,30 +40,30 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 class TrainerOptions:
     """Options of the training steps.
 
-    peak_lr: the learning rate after the warm-up. lr_schedule: of SCHEDULES. total_steps: with those of the warm-up.
+    learning_rate: after the warm-up. lr_scheduler: of SCHEDULES. total_steps: with those of the warm-up.
     max_grad_norm: gradients are clipped to it, inf for no clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
     if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
     0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
     """
 
-    peak_lr: float
-    lr_schedule: str
+    learning_rate: float
+    lr_scheduler: str
     warmup_steps: int
     total_steps: int
     max_grad_norm: float
     num_replicas: int
     sync_every_micro_batch: bool
-    on_nonfinite: str = "halt"
-    eval_steps: int = 0
-    early_stopping: int = 0
+    on_nonfinite: str
+    eval_steps: int
+    early_stopping: int
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0: linear warm-up, then the schedule."""
         if step < self.warmup_steps:
-            return self.peak_lr * (step + 1) / self.warmup_steps
+            return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        return self.peak_lr * SCHEDULES[self.lr_schedule](progress)
+        return self.learning_rate * SCHEDULES[self.lr_scheduler](progress)
 
 
 class Trainer:
