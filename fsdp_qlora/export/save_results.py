@@ -7,14 +7,14 @@ to the Hugging Face hub that fails does not change the result on disk.
 import contextlib
 import copy
 import errno
-import functools
 import json
 import logging
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from fsdp_qlora.model.adapters.lora import ExpertsLora, LoraExperts
 from fsdp_qlora.model.adapters.peft_folder import PREFIX
 from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
 from fsdp_qlora.model.quantizers.routed import expert_parameters
+from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
 from fsdp_qlora.utils.files import PUBLIC, read_json
@@ -53,29 +54,25 @@ from fsdp_qlora.utils.text import first_line
 log = logging.getLogger("fsdp_qlora")
 
 
-@dataclass(frozen=True)
-class SidecarFiles:
-    """The files that are saved with the weights.
+def write_sidecar(
+    tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, str], base_folder: Path | None, folder: Path
+) -> None:
+    """Write the files that are saved with the weights.
 
-    texts: file name -> its text. base_folder: of the base, whose configuration goes with a whole model.
+    Args:
+        texts: file name -> its text. base_folder: of the base, whose configuration goes with a whole model.
     """
-
-    tokenizer: PreTrainedTokenizerBase
-    texts: Mapping[str, str] = field(default_factory=dict)
-    base_folder: Path | None = None
-
-    def write(self, folder: Path) -> None:
-        try:
-            self.tokenizer.save_pretrained(str(folder))
-        except Exception as error:  # the package tokenizers raises Exception itself
-            if "No space left" in str(error):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-            raise
-        for name in ("config.json", "generation_config.json"):
-            if self.base_folder and (self.base_folder / name).is_file():
-                shutil.copyfile(self.base_folder / name, folder / name)
-        for name, text in self.texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # the package tokenizers raises Exception itself
+        if "No space left" in str(error):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+        raise
+    for name in ("config.json", "generation_config.json"):
+        if base_folder and (base_folder / name).is_file():
+            shutil.copyfile(base_folder / name, folder / name)
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 class _Writer:
@@ -111,15 +108,17 @@ class _Writer:
 def save_adapter(
     model: PreTrainedModel,
     config: LoraConfig,
-    sidecar: SidecarFiles | None,
     output_dir: Path,
     *,
     values: Values,
+    sidecar: Callable[[Path], object] = lambda folder: None,
     for_server: bool = False,
 ) -> None:
     """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it.
 
-    for_server: as vLLM reads the adapters of experts (`_as_served`).
+    Args:
+        sidecar: writes the files beside it into the folder. for_server: as vLLM reads the adapters of experts
+            (`_as_served`).
     """
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
     if for_server and values.keeps:
@@ -128,8 +127,7 @@ def save_adapter(
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_config(config, folder)
-        if sidecar:
-            sidecar.write(folder)
+        sidecar(folder)
         record_result(folder)
 
     if values.keeps:
@@ -182,7 +180,7 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
 def save_model(
     model: PreTrainedModel,
     config: PretrainedConfig,
-    sidecar: SidecarFiles,
+    sidecar: Callable[[Path], object],
     output_dir: Path,
     *,
     base: WeightFiles | None,
@@ -194,8 +192,9 @@ def save_model(
     Every rank calls it; rank 0 writes, one tensor at a time.
 
     Args:
+        sidecar: as for `save_adapter`. dtype: of the model's floats.
         base: the model that was trained, from which what was not trained is taken as it is, and its configuration;
-            None saves all of the model, and `config`. dtype: of the model's floats.
+            None saves all of the model, and `config`.
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
@@ -218,16 +217,16 @@ def save_model(
     for name in kept:
         if base and result.writes:
             original = base.read_flat(name, 0, base.shape(name).numel())
-            result.write(functools.partial(files.write, name, 0, original))
+            result.write(partial(files.write, name, 0, original))
     for name, tensor in gathered:
         whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
         for part, value in (whole if name in fused or not whole else _as_stored(model, name, whole[name])).items():
-            result.write(functools.partial(files.write, part, 0, value))
+            result.write(partial(files.write, part, 0, value))
     result.write(files.sync)
     result.check()
 
     def write(folder: Path) -> None:
-        sidecar.write(folder)
+        sidecar(folder)
         if base is None:
             saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -267,18 +266,13 @@ def _gather_all(
 class ResultForm:
     """The form of a run's results, whatever the step: an adapter if there is its configuration, else a whole model.
 
-    base_folder: with the base's weights and configuration, model_config. dtype: of a whole model's floats.
-    for_server: write an adapter as vLLM reads it. open_base: opens the base's weights, for what does not train.
+    open_base: opens the base's weights, for what does not train. for_server: write an adapter as vLLM reads it.
     """
 
-    model: PreTrainedModel
-    model_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    plan: ModelPlan
     base: Base
-    base_folder: Path
     kind: TrainType
     adapter: LoraConfig | None
-    dtype: torch.dtype
     open_base: Callable[[], Weights]
     for_server: bool = False
 
@@ -290,19 +284,18 @@ class ResultForm:
         Raises:
             TrainingError: it could not be written, on rank 0.
         """
-        record = training_record(about, progress, self.base, self.kind)
+        plan, model, record = self.plan, self.plan.meta.model, training_record(about, progress, self.base, self.kind)
         texts = documents(record, kind=self.kind.adapter)
         if template := (record["prompt"] or {}).get("chat_template"):
-            self.tokenizer.chat_template = template  # that was trained with
+            plan.tokenizer.chat_template = template  # that was trained with
         if ends := (record["prompt"] or {}).get("ends"):
-            texts["generation_config.json"] = generation_config_with(self.base_folder, self.tokenizer, ends)
+            texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
+        sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter else plan.folder)
         if self.adapter is not None:
-            sidecar = SidecarFiles(self.tokenizer, texts)
-            save_adapter(self.model, self.adapter, sidecar, output_dir, values=values, for_server=self.for_server)
+            save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)
             return
-        sidecar = SidecarFiles(self.tokenizer, texts, self.base_folder)
-        base = WeightFiles(self.base_folder) if self.kind.trains_new_blocks else None
-        save_model(self.model, self.model_config, sidecar, output_dir, base=base, dtype=self.dtype, values=values)
+        base, dtype = WeightFiles(plan.folder) if self.kind.trains_new_blocks else None, plan.precision.compute_dtype
+        save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
         """Save the result of a checkpoint. For one process; a model in training must not be needed meanwhile.
@@ -314,7 +307,9 @@ class ResultForm:
             TrainingError: the result could not be written.
             DamagedCheckpoint: the checkpoint cannot be read.
         """
-        values = StoredValues(self.model, folder, state["tensors"], lambda name: self.open_base().read_whole(name))
+        values = StoredValues(
+            self.plan.meta.model, folder, state["tensors"], lambda name: self.open_base().read_whole(name)
+        )
         try:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
         finally:

@@ -138,17 +138,9 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
 
 
 def result_form(config: TrainConfig, plan: ModelPlan, weights: Weights | None = None) -> ResultForm:
-    return ResultForm(
-        model=plan.meta.model,
-        model_config=plan.config,
-        tokenizer=plan.tokenizer,
-        base=Base.of(config.model_name, config.base_name),
-        base_folder=plan.folder,
-        kind=config.kind,
-        adapter=plan.adapter,
-        dtype=plan.precision.compute_dtype,
-        open_base=lambda: weights or open_weights(plan),  # no files match a model that is sharded already
-    )
+    base = Base.of(config.model_name, config.base_name)
+    # No files match a model that is sharded already.
+    return ResultForm(plan, base, config.kind, plan.adapter, open_base=lambda: weights or open_weights(plan))
 
 
 def build_trainer(
@@ -298,7 +290,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
         values = LiveValues(keeps=trainer.ranks.is_rank_0)
         return ServerEngine(
             Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
-            lambda folder: save_adapter(model, adapter, None, folder, values=values, for_server=True),
+            lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
             adapters,
             trainer.ranks,
             trainer.control,

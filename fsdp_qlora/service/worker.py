@@ -232,7 +232,7 @@ class Worker:
         plan = plan_generation(self.placed, len(asked), longest, most_new, self.free)
         how = {name: params[name] for name in ("temperature", "top_p", "top_k")}
         options = SamplingOptions(most_new, **how, plain_logps=True)
-        stops = RequestStops(self.rooms.form.tokenizer, trainer.model, params["stop"])
+        stops = RequestStops(self.placed.model.tokenizer, trainer.model, params["stop"])
         generator = TextGenerator(trainer.model, trainer.ranks, self.placed.model.precision, stops, options)
         seeds = [derive_seed("sample", each["seed"], sample) for each, sample in asked]
         with kept_gathered(trainer.model) if plan.gathered else contextlib.nullcontext():

@@ -101,7 +101,7 @@ OTHERWISE = {
         checkpoint.train_state:_open_file data.batches.cache:read_cache
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
         data.text.image_processor:ImageProcessor.model_ids export.merge:open_adapter export.merge:write_merged
-        export.model_folder:new_model_folder export.save_results:SidecarFiles.write
+        export.model_folder:new_model_folder export.save_results:write_sidecar
         model.adapters.peft_folder:read_header
         model.architecture.models:_as_in_file model.architecture.models:load_config
         model.architecture.models:load_tokenizer run.open_model:load_trained

@@ -302,7 +302,7 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
     saving.save_model(
         model,
         model.config,
-        saving.SidecarFiles(tokenizer),
+        tokenizer.save_pretrained,
         tmp_path,
         base=None,
         dtype=torch.float32,

@@ -124,7 +124,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         """The names of what was gathered."""
         gathered.clear()
         options = {"base": WeightFiles(folder) if new_blocks else None, "dtype": torch.float32}
-        companions, values = saving.SidecarFiles(AutoTokenizer.from_pretrained(folder)), LiveValues(keeps=True)
+        values, companions = LiveValues(keeps=True), AutoTokenizer.from_pretrained(folder).save_pretrained
         saving.save_model(model, model.config, companions, output, values=values, **options)  # type: ignore[arg-type]
         return set(gathered)
 
