@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
 from fsdp_qlora.distributed.process_group import all_gather_strings
-from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.distributed.store import once_per_machine
 from fsdp_qlora.distributed.supervision.stops import Control
@@ -51,10 +51,10 @@ from fsdp_qlora.sharding.recompute import ReferencePass, wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.sharding.vocabulary import sharing_ranks
 from fsdp_qlora.training.forward import ForwardPass, log_probabilities, token_logprobs
-from fsdp_qlora.training.generation.generate import SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.training.objective import make_objective
 from fsdp_qlora.training.probes import Probed, check_context, probe_packing
-from fsdp_qlora.training.rl.engine import EmbeddedEngine, Engine, Server, ServerEngine, ServerTeacher
+from fsdp_qlora.training.rl.engine import Engine, Server, ServerEngine, ServerTeacher, check_stop
 from fsdp_qlora.training.rl.source import Rollouts
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.utils import hub
@@ -288,7 +288,7 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
     if config.rollout_url:
         assert adapter is not None
         values = LiveValues(keeps=trainer.ranks.is_rank_0)
-        return ServerEngine(
+        engine = ServerEngine(
             Server(config.rollout_url, (config.model_name, config.base_name), config.hang_seconds),
             lambda folder: save_adapter(model, adapter, folder, values=values, for_server=True),
             adapters,
@@ -298,12 +298,15 @@ def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops,
             options,
             vocab_size=model.get_input_embeddings().num_embeddings,
         )
+        return engine.complete
     assert generation is not None
-    return EmbeddedEngine(
-        partial(TextGenerator, model, trainer.ranks, plan.model.precision, stops),
-        trainer.ranks,
-        trainer.control,
-        options,
-        generation.at_a_time,
-        partial(kept_gathered, model) if generation.gathered else contextlib.nullcontext,
-    )
+
+    def complete(prompts: Sequence[Sequence[int]], number: int, version: int) -> list[Completion]:
+        """As `Engine` says, in float32 on one kind of device the same on any number of ranks."""
+        seeded = dataclasses.replace(options, seed=derive_seed("rollouts", config.seed, number))
+        generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, seeded)
+        beat = partial(check_stop, trainer.control, trainer.ranks, version)
+        with kept_gathered(model) if generation.gathered else contextlib.nullcontext():
+            return generator.answer_all(prompts, generation.at_a_time, beat)
+
+    return complete

@@ -7,7 +7,6 @@ weights, whichever process dies in between.
 """
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -36,12 +35,7 @@ from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
 from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
-from fsdp_qlora.training.generation.generate import (
-    Completion,
-    SamplingOptions,
-    Stops,
-    TextGenerator,
-)
+from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.utils.files import record_of
 from fsdp_qlora.utils.text import printable
@@ -66,16 +60,11 @@ _LARGEST = 3e38  # number in float32
 _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-class Engine(Protocol):
-    """Answers prompts with the weights that the run has now."""
-
-    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
-        """Answer each prompt; one is there as often as it has answers. Called on every rank with all, and returns all.
-
-        Args:
-            prompts: token ids. generation: its number in the run; an answer's seed follows from the run's, this
-            number and its place. version: optimizer steps that the weights have had.
-        """
+# (prompts, generation, version) -> completions: answers each prompt with the weights that the run has now; one is there
+# as often as it has answers. Called on every rank with all, and returns all. prompts: token ids. generation: its number
+# in the run; an answer's seed follows from the run's, this number and its place. version: optimizer steps that the
+# weights have had.
+Engine = Callable[[Sequence[Sequence[int]], int, int], list[Completion]]
 
 
 def check_stop(control: Control, ranks: Ranks, step: int, *, is_done: bool = False) -> bool:
@@ -106,28 +95,6 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
         if task:
             text = task.result()
     return all_gather_strings(text, _BY_GLOO)[0]
-
-
-@dataclass(eq=False)
-class EmbeddedEngine:
-    """Answers prompts as `Engine` says, in float32 on one kind of device the same on any number of ranks.
-
-    options: with the run's seed. at_a_time: answers of a rank in one batch, which shares its cache. gathered: the block
-    in which weights may stay gathered.
-    """
-
-    generator_with: Callable[[SamplingOptions], TextGenerator]
-    ranks: Ranks
-    control: Control
-    options: SamplingOptions
-    at_a_time: int
-    gathered: Callable[[], contextlib.AbstractContextManager[None]]
-
-    def complete(self, prompts: Sequence[Sequence[int]], generation: int, version: int) -> list[Completion]:
-        seed = derive_seed("rollouts", self.options.seed, generation)
-        generator = self.generator_with(dataclasses.replace(self.options, seed=seed))
-        with self.gathered():
-            return generator.answer_all(prompts, self.at_a_time, partial(check_stop, self.control, self.ranks, version))
 
 
 class RequestFailed(Exception):

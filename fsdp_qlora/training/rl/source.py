@@ -249,7 +249,7 @@ class Rollouts:
         """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
         assert self.data.prompts is not None
         prompts = [self.data.prompts.rows[row] for row in rows.ravel()]
-        completions = self.engine.complete([prompt.ids for prompt in prompts], generation, version=step)
+        completions = self.engine([prompt.ids for prompt in prompts], generation, step)
         answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
         if self.ranks.is_rank_0:
