@@ -209,7 +209,7 @@ def slowly(first: bytes, then: bytes) -> Any:
         (answer(token_ids=[1]), "returns 1 tokens, cut, where 4 are asked"),
         (answer(token_ids=[1, END, 1, 1]), "goes on behind the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [-(10**400)] * LONGEST}), "no log-probability"),
-        (says(b"[" * 200_000), "gives an answer that is no JSON"),
+        (says(b"[" * 200_000), "gives no completion that can be read: RecursionError"),
         (says(b" " * 2**22), "answers /v1/completions with more than"),
         (says({"error": {"message": "x\ud800" * 10**4}}, 400), r"HTTP 400: x\ud800x"),
         (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
@@ -219,7 +219,7 @@ def slowly(first: bytes, then: bytes) -> Any:
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
         (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
-        (answer(logprobs=None), "gives an answer without"),
+        (answer(logprobs=None), "gives no completion that can be read: TypeError"),
         (
             lambda path, body: (400, {"error": {"message": "too long"}}) if "prompt" in body else None,
             "HTTP 400: too long",

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
@@ -213,14 +213,21 @@ class Server:
                 log.info("The server %s answers again after %.0f s.", self.url, awake() - self._away_since)
             self._said, self._answered_at = reason, self._answered_at if reason else awake()
 
+    @contextlib.contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Raise RolloutError if the block cannot read what an answer is to have, as OpenAI's API and vLLM give it."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise RolloutError(f"The server {self.url} gives no {what} that can be read: {error!r:.200}.") from error
+
     def names(self) -> list[str]:
         """The names of its base model and adapters. Raises RolloutError if it has another base, and RequestFailed."""
-        try:
-            cards = json.loads(self.ask("/v1/models"))["data"]
+        content = self.ask("/v1/models")
+        with self.reading("list of models"):
+            cards = json.loads(content)["data"]
             [base, *_] = [card for card in cards if not card.get("parent")]
             names = [str(card["id"]) for card in cards]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RolloutError(f"{self.url} has no list of models, as OpenAI's API has: {error!r}.") from error
         if not {Path(str(base.get(key))).name for key in ("id", "root")} & {Path(name).name for name in self._bases}:
             raise RolloutError(
                 f"The server {self.url} has the model {_cut(base['id'])}, and the run trains {self._bases[0]}. If they "
@@ -330,17 +337,13 @@ class ServerEngine:
                 raise
             load()
             raise RequestFailed("it had lost the adapter, which is loaded again") from error
-        try:
+        with self.server.reading("completion"):
             response = json.loads(content)
             choice, model = response["choices"][0], response["model"]
             tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
             if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
                 raise RequestFailed(f"an answer ended with {_cut(choice['finish_reason'])!r}")
             logps = list(choice["logprobs"]["token_logprobs"])
-        except (ValueError, RecursionError) as error:
-            raise RolloutError(f"The server {self.server.url} gives an answer that is no JSON ({error}).") from error
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise RolloutError(f"The server {self.server.url} gives an answer without {error}.") from error
         problem = self._problem(tokens, logps, is_done=is_done)
         if model != request["model"]:
             problem = (
@@ -408,15 +411,11 @@ class ServerTeacher:
         ids = [*prompt, *completion]
         request = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.k}
         content = self.server.ask("/v1/completions", request, _MOST_BYTES + _BYTES_PER_TOKEN * (self.k + 1) * len(ids))
-        try:
+        with self.server.reading("prompt_logprobs"):
             found = json.loads(content)["choices"][0]["prompt_logprobs"]
             if len(found) != len(ids):
                 raise ValueError(f"{len(found)} for {len(ids)} tokens")
             return np.array([self._of_token(of_token) for of_token in found[len(prompt) :]], np.float32)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise RolloutError(
-                f"The server {self.server.url} gives no prompt_logprobs that can be read: {error!r:.200}."
-            ) from error
 
     def _of_token(self, found: Mapping[str, Mapping[str, float]]) -> list[float]:
         """Ids, log-probabilities and that of all others, of a token's answer, which may name more tokens than asked."""
