@@ -32,7 +32,7 @@ from fsdp_qlora.distributed.process_group import process_group_closed, start_pro
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import Base, merged_documents
-from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
+from fsdp_qlora.export.model_folder import build_plain_model, new_model_folder, new_weights
 from fsdp_qlora.model.adapters import peft_folder
 from fsdp_qlora.model.adapters.insert import LoraOptions
 from fsdp_qlora.model.adapters.peft_folder import PREFIX, read_header, tensor_differences, weights_file
@@ -123,7 +123,6 @@ class Replacement:
     """
 
     name: str
-    shape: torch.Size
     is_copy: bool
 
 
@@ -135,12 +134,12 @@ class Changes:
     Attributes:
         layers: weight to which something is added -> path of PEFT's layer in the file, and that layer.
         new_rows: of these the weights of which rows of new tokens are replaced.
-        replaced: weight -> the tensor that takes its place.
+        replaced: weight -> the tensor that takes its place: of modules_to_save, biases, resized embeddings.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
         self.adapter = adapter
-        shapes = {canonical_name(name): tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+        weights = {canonical_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
         with warnings.catch_warnings(action="ignore"):
             try:
                 wrapped = get_peft_model(model, adapter.config, low_cpu_mem_usage=True)
@@ -149,7 +148,11 @@ class Changes:
             expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         self.layers = dict(_lora_layers(wrapped, adapter))
         self.new_rows = {name for name, (_, layer) in self.layers.items() if isinstance(layer, TrainableTokensLayer)}
-        self.replaced = _replacements(adapter, shapes, expected.keys())
+        self.replaced = {
+            weight: Replacement(name, is_copy=name in expected)
+            for name in adapter.files.files
+            if (weight := canonical_name(name).removeprefix(PREFIX)) in weights
+        }
         own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
         stored = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
         wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
@@ -192,16 +195,6 @@ def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str,
             raise UserError(f"--adapter {adapter.path}: {path} is of a kind that cannot be merged ({variants[0]}).")
         leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
         yield f"{canonical_name(path).removeprefix(PREFIX)}.{leaf}", (path, layer)
-
-
-def _replacements(adapter: PeftFolder, shapes: dict[str, torch.Size], expected: set[str]) -> dict[str, Replacement]:
-    """Tensors of the adapter's file that take the place of the base's: modules_to_save, biases, resized embeddings."""
-    replacements = {}
-    for name in adapter.files.files:
-        weight = canonical_name(name).removeprefix(PREFIX)
-        if weight in shapes:
-            replacements[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
-    return replacements
 
 
 @dataclass(frozen=True)
@@ -259,7 +252,7 @@ class MergedModel:
     def shape(self, name: str) -> torch.Size:
         """The shape of a merged parameter: embeddings may have been resized."""
         change = self.changes.replaced.get(name)
-        return change.shape if change else self.parameters[name]
+        return self.changes.adapter.files.shape(change.name) if change else self.parameters[name]
 
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
@@ -420,8 +413,7 @@ def check_base(merge: Merge, base: str) -> None:
 
 
 def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
-    """Write a folder that transformers and vLLM load. It gets its name when it is complete."""
-    check_is_new(out)
+    """Write a new folder that transformers and vLLM load. It gets its name when it is complete."""
     texts = _documents(merge, merged)
     with new_model_folder(out, merge.folder, _config_of(merge, merged)) as partial:
         for name in _TOKENIZER:
