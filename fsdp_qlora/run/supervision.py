@@ -131,8 +131,11 @@ class Guard:
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         self.control.signals.is_starting = False
         with contextlib.ExitStack() as closed_last, reporting:
-            if is_rank_0:
-                self._continue_metrics()
+            if is_rank_0:  # metrics.jsonl ends at the checkpoint that the run starts from
+                progress = Progress.from_dict(self.start.progress)
+                if self.start.folder and self.start.is_new:
+                    copy_records(Path(self.start.folder).parents[1], path)
+                cut_metrics(path, progress.step, progress.last_eval_step)
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
             store = self.folder.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
@@ -148,13 +151,6 @@ class Guard:
         if self.ranks.is_rank_0:
             self.facts.write()
             write_at_end(self.folder.path, state=None if error else "finished")
-
-    def _continue_metrics(self) -> None:
-        """Truncate metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
-        progress = Progress.from_dict(self.start.progress)
-        if self.start.folder and self.start.is_new:
-            copy_records(Path(self.start.folder).parents[1], self.folder.path)
-        cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
 
 
 class Recorder:
