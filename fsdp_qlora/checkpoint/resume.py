@@ -95,10 +95,6 @@ class RunFolder:
     def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
         self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
         """Lock the folder against other runs. Refuse it if it is in use, or holds something else than this run."""

@@ -26,6 +26,7 @@ from fsdp_qlora.observability.report import Facts, write_at_end
 from fsdp_qlora.observability.sinks import SinkOptions
 from fsdp_qlora.planning.run_plan import Measured
 from fsdp_qlora.training.generation.generate import Samples
+from fsdp_qlora.utils.run_files import CHECKPOINTS
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 times --save_every if that is longer
 
@@ -120,7 +121,7 @@ class Guard:
         self.presence.on_end = self.status.end
         sinks = SinkOptions(path, total_steps, resolved_options(config), self.start.run_id)
         saver = Saver(
-            self.folder.checkpoints,
+            path / CHECKPOINTS,
             state,
             self.ranks,
             identity=identity,
