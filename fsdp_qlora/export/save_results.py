@@ -76,27 +76,24 @@ def write_sidecar(
 
 
 class _Writer:
-    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been gathered."""
+    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been gathered.
+
+    writes: whether this rank is to write more.
+    """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
-        self.staging = output_dir / ".saving_weights"
-        self._output_dir, self._is_rank_0 = output_dir, is_rank_0
+        self.staging, self.writes = output_dir / ".saving_weights", is_rank_0
+        self._output_dir = output_dir
         self._error: Exception | None = None
-        self.write(self._begin)
-
-    def _begin(self) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir(parents=True)
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank is to write more."""
-        return self._is_rank_0 and self._error is None
+        if is_rank_0:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self.write(partial(self.staging.mkdir, parents=True))
 
     def write(self, write: Callable[[], object]) -> None:
         """Call `write`, possibly several times, if this rank is to write."""
         if self.writes:
             self._error = write_with_room(self._output_dir, write)
+            self.writes = self._error is None
 
     def check(self) -> None:
         """Raise TrainingError, on rank 0, if something could not be written."""
