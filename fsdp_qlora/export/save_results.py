@@ -287,7 +287,7 @@ class ResultForm:
             plan.tokenizer.chat_template = template  # that was trained with
         if ends := (record["prompt"] or {}).get("ends"):
             texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
-        sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter else plan.folder)
+        sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder)
         if self.adapter is not None:
             save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)
             return
@@ -304,13 +304,9 @@ class ResultForm:
             TrainingError: the result could not be written.
             DamagedCheckpoint: the checkpoint cannot be read.
         """
-        values = StoredValues(
-            self.plan.meta.model, folder, state["tensors"], lambda name: self.open_base().read_whole(name)
-        )
-        try:
+        model, read_frozen = self.plan.meta.model, lambda name: self.open_base().read_whole(name)
+        with contextlib.closing(StoredValues(model, folder, state["tensors"], read_frozen)) as values:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
-        finally:
-            values.close()
 
     def leave_adapters(self, output_dir: Path, *, newest: bool) -> None:
         """Save the newest checkpoint's adapter in the run's folder, and the best one's, if any, in best/. For rank 0.
