@@ -36,6 +36,7 @@ from fsdp_qlora.utils.files import (
 )
 from fsdp_qlora.utils.redact import redact
 from fsdp_qlora.utils.run_files import CHECKPOINTS, METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES_FILE, STATUS
+from fsdp_qlora.utils.text import first_line
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -296,5 +297,4 @@ def _as_os_error() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        lines = [*str(error).strip().splitlines(), ""]
-        raise OSError(redact(f"{type(error).__name__}: {lines[0]}")) from error
+        raise OSError(redact(first_line(error))) from error
