@@ -79,11 +79,7 @@ def training_record(
 
 
 def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
-    """File name -> text: training.json and the model card.
-
-    Args:
-        kind: of the adapter; None for a whole model.
-    """
+    """File name -> text: training.json and the model card. kind: of the adapter; None for a whole model."""
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return {RECORD: text, CARD: _card(record, kind)}
 

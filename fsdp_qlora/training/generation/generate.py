@@ -73,11 +73,7 @@ class PromptFormat:
             raise UserError(f"The chat template cannot be filled: {reason}.") from reason
 
     def ids(self, question: PromptContent) -> list[int]:
-        """The token ids before the answer.
-
-        Raises:
-            UserError: the chat template refuses the conversation.
-        """
+        """The token ids before the answer. Raises UserError if the chat template refuses the conversation."""
         try:
             return encode_prompt(self._renderer.prompt(_of_kind(question, self._kind)), self._tokenizer)
         except BadRow as reason:
@@ -367,11 +363,7 @@ class Samples:
         self._path = folder / SAMPLES_FILE
 
     def write(self, step: int, beat: Callable[[], object]) -> None:
-        """Answer all prompts after `step` steps. Called on every rank.
-
-        Args:
-            beat: called for each token.
-        """
+        """Answer all prompts after `step` steps. Called on every rank. beat: called for each token."""
         said = self._generator.answer_all(self._prompts, 1, beat)  # at a time: the memory is that of the training
         records = [
             {"step": step, "prompt": prompt_text(question), "text": self._generator.stops.text_of(completion.token_ids)}
