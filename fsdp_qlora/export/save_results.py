@@ -189,9 +189,8 @@ def save_model(
     Every rank calls it; rank 0 writes, one tensor at a time.
 
     Args:
-        sidecar: as for `save_adapter`. dtype: of the model's floats.
         base: the model that was trained, from which what was not trained is taken as it is, and its configuration;
-            None saves all of the model, and `config`.
+            None saves all of the model, and `config`. dtype: of the model's floats. sidecar: as for `save_adapter`.
     Raises:
         TrainingError: it could not be written, on rank 0.
     """
