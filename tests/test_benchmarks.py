@@ -73,6 +73,7 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
     assert peer["same_work"] and peer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
     chosen = ["offload", "decode", "types", "formats", "experts", "context", "padding", "batches", "whole"]
     chosen += ["alternatives"]

@@ -48,7 +48,7 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
 
 
 # tests/loading/test_prequantized.py trains models of the form that transformers writes too.
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("mixtral", marks=pytest.mark.nightly)])
 def test_saved_experts_train_as_the_weights_they_were_made_of(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +85,10 @@ def test_a_saved_published_format_is_the_one_of_its_library(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("form", "family"), [("mxfp4", "qwen3_moe"), ("nvfp4", "llama"), ("fp8", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("form", "family"),
+    [("mxfp4", "qwen3_moe"), ("nvfp4", "llama"), pytest.param("fp8", "qwen3_moe", marks=pytest.mark.nightly)],
+)
 def test_a_saved_published_format_is_trained_as_it_is(form: str, family: str, models: Models, tmp_path: Path) -> None:
     source, out = models(family, **FAMILIES.get(family, {})), tmp_path / "model"
     assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0

@@ -97,10 +97,10 @@ UNEVEN = {**SHAPE, "intermediate_size": 498}
 CASES: dict[str, tuple[str, dict[str, int], dict[str, object], list[int]]] = {
     "nf4": ("llama", SHAPE, {}, [1, 2, 3]),
     "nf4, absmax in fp32": ("llama", SHAPE, {"double_quant": False}, [3]),
-    "hqq": ("llama", UNEVEN, {"train_type": "hqq_lora", "n_bits": 3}, [1, 2, 3]),
-    "int8": ("llama", UNEVEN, {"train_type": "int8_lora"}, [2, 3]),
-    "mixtral": ("mixtral", FAMILIES["mixtral"], {}, [1, 2]),
-    "gpt_oss": ("gpt_oss", FAMILIES["gpt_oss"], {}, [1, 2]),
+    "hqq": ("llama", UNEVEN, {"train_type": "hqq_lora", "n_bits": 3}, [3]),
+    "int8": ("llama", UNEVEN, {"train_type": "int8_lora"}, [3]),
+    "mixtral": ("mixtral", FAMILIES["mixtral"], {}, [1]),
+    "gpt_oss": ("gpt_oss", FAMILIES["gpt_oss"], {}, [1]),
 }
 
 
@@ -283,7 +283,14 @@ def test_ranks_with_different_devices_share_one_cache_entry() -> None:
     assert mixed == same and equal == one and len({mixed, one, other}) == 3
 
 
-@pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "ddp"},
+        {"precision": "bf16"},
+        pytest.param({"use_cpu_offload": True}, marks=pytest.mark.nightly),
+    ],
+)
 def test_sharding_and_offloading_use_the_same_cache_entry(
     options: dict[str, object], runs: Runs, run: Run, tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.nightly) for case in CASES]
 )
 def test_failure_reason_is_the_last_text_below_the_progress_bar(
     case: str, models: Callable[..., Path], tmp_path: Path

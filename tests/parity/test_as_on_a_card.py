@@ -20,8 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES["hqq 3"] = {"train_type": "hqq_lora", "n_bits": 3, "group_size": 32}
 CASES["single quantization"] = {"train_type": "qlora", "double_quant": False, "sharding_strategy": "shard_grad_op"}
-# Rows whose quantizer and adapter are in others.
-ALIKE = ("hqq_llama_pro", "hqq_dora", "bnb_dora", "lora")
+# Rows whose quantizer is in others, and those without one.
+ALIKE = ("hqq_llama_pro", "hqq_dora", "bnb_dora", "lora", "full", "dora", "hqq_lora", "bnb_llama_pro")
 
 
 def _copy_patterns() -> int:

@@ -140,7 +140,7 @@ EVERY = [(case, ranks, pairwise(), {}, 20) for case in CASES for ranks in (1, 2)
             [*BLOCKS_ALONE, OFFLOAD, {**PLAIN, "use_cpu_offload": 2}],
             {"tie_word_embeddings": True},
             5,
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         pytest.param("hqq_lora", 1, [*BLOCKS_ALONE, BOTH], {}, 5, marks=pytest.mark.slow),
         pytest.param("mixture", 1, [*BLOCKS_ALONE, *TOGETHER[1:]], {}, 5, marks=pytest.mark.slow),

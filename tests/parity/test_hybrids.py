@@ -93,6 +93,11 @@ ALIKE = {
     "lfm3",
     "bamba",
     "falcon_h1",
+    "granitemoehybrid",
+    # These are slow, too.
+    "kimi_linear",
+    "jamba",
+    "falcon_mamba",
 }
 WITHOUT_PADDING = {family: hybrid.shape for family, hybrid in HYBRIDS.items() if hybrid.apart}
 SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,

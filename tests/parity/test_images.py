@@ -202,10 +202,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("qwen3_vl", 2),
         ("gemma3", 1),
-        pytest.param("qwen3_vl", 1, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, marks=pytest.mark.slow),
         pytest.param("gemma4", 2, marks=pytest.mark.slow),
-        pytest.param("gemma4", 1, marks=pytest.mark.nightly),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in (("qwen3_vl", 1), ("gemma3", 2), ("gemma4", 1))),
     ],
 )
 def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folders: Any, tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_images_train_as_in_a_plain_loop_of_peft(family: str, ranks: int, folder
     assert "Rows are padded" in output
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
 def test_a_step_in_16_bits_may_begin_with_rows_without_images(family: str, folders: Any, tmp_path: Path) -> None:
     folder = folders(family)
     chats = make_chats(folder)[0]

@@ -142,9 +142,11 @@ ROWS: dict[str, Row] = {
         {"modules_to_save": ["embed_tokens", "lm_head"]}, decoded_base, "llama", lr=1e-2,
     ),
 }  # fmt: skip
+# Those whose quantizer and adapter are in others.
+ALIKE = ("qlora, llama", "hqq 8", "hqq 2", "hqq_dora")
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ALIKE)) for name in ROWS])
 def test_losses_are_those_of_peft_and_what_is_saved_is_what_was_trained(
     name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

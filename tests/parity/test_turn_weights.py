@@ -43,7 +43,7 @@ def weighted_tokens(tokenizer: Any, chat: Any, *, learns_all: bool) -> tuple[tor
     return torch.tensor([encoded["input_ids"]]), torch.tensor(weights, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", all_slow_but("2 ranks, accumulation", CASES))
+@pytest.mark.parametrize("name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"]))
 def test_the_loss_is_the_mean_by_weights(name: str, models: Callable[..., Path], tmp_path: Path) -> None:
     (ranks, options), folder, data = CASES[name], models(), tmp_path / "chats.jsonl"
     rows = [

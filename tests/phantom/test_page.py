@@ -9,8 +9,9 @@ from tests.phantom.environment import run
 from tests.tiny import ROOT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.nightly)]
+)
 def test_the_example_of_the_page_prints_the_losses_of_the_cpu(kind, tmp_path):
     page = (ROOT / "docs/stand_in.md").read_text()
     [code] = re.findall(r"^    import os\n(?:    .*\n|\n)+", page, re.MULTILINE)

@@ -19,7 +19,7 @@ import pytest
 
 from fsdp_qlora.distributed.layout import Layout
 from tests.phantom.environment import run, subtract
-from tests.tiny import flags, make_rows, write_rows
+from tests.tiny import all_slow_but, flags, make_rows, write_rows
 
 OFFLOAD = {"use_cpu_offload": True}
 
@@ -77,7 +77,7 @@ STEPS = {
         "device_to_host at work": 384,
     }, model=MIXTURE, program=ROUTED),
 }  # fmt: skip
-EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")
+NIGHTLY = ("full_shard, offload", "hybrid", "experts, offload")
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,7 @@ def numbers(step):
     return {name: number for name, number in found.items() if number not in (0, (0, 0))}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow) for name in STEPS]
-)
+@pytest.mark.parametrize("name", all_slow_but("full_shard, 2 micro-batches", STEPS, nightly=NIGHTLY))
 def test_cuda_calls_of_a_step_match_the_table(name, step):
     counts = step(STEPS[name])
     assert numbers(counts) == STEPS[name].numbers
@@ -139,7 +137,7 @@ def test_cuda_calls_of_a_step_match_the_table(name, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "options"), [(1, {"use_cpu_offload": True}), (2, {}), (2, {"batching": "padded"})])
+@pytest.mark.parametrize(("ranks", "options"), [(1, {"use_cpu_offload": True}), (2, {"batching": "padded"})])
 def test_long_rows_are_copied_from_pinned_memory_alone(step, models, tmp_path, ranks, options):
     row = {"instruction": "write", "input": "", "output": "water river " * 6000}
     inputs = {"dataset": write_rows(tmp_path / "rows.jsonl", [row] * 8), "batch_size": 1, "context_length": 16384}

@@ -23,7 +23,9 @@ def _is_planned(lines: str, train_types: list[str]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("train_types", [FEW, pytest.param([*TRAIN_TYPES], marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "train_types", [FEW, pytest.param([*TRAIN_TYPES], marks=pytest.mark.nightly)], ids=["few", "all"]
+)
 def test_small_models_allocate_on_a_cpu_what_the_plan_says(tmp_path: Path, train_types: list[str]) -> None:
     statuses, output = on_ranks(1, allocated.main, (train_types,), tmp_path)
     assert statuses == [0] and _is_planned(output, train_types), output

@@ -86,7 +86,7 @@ SELF: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", all_slow_but("reverse", SELF, nightly=["jsd"]))
+@pytest.mark.parametrize("case", all_slow_but("reverse", SELF, nightly=["jsd", "forward"]))
 def test_five_steps_on_own_answers_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
     model, (ranks, options), rows = models("llama"), SELF[case], taught_rows(40)
     train_ok(ranks, tmp_path / "out", **on_policy(model, write_rows(tmp_path / "rows.jsonl", rows), **options))

@@ -211,7 +211,8 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
     ("options", "most_ranks"),
     [
         (ALL, 2),
-        *(pytest.param(each, 5, marks=pytest.mark.slow) for each in (ALL, {"loss_type": "grpo", "beta": 0.04}, {})),
+        pytest.param({"loss_type": "grpo", "beta": 0.04}, 5, marks=pytest.mark.slow),
+        *(pytest.param(each, 5, marks=pytest.mark.nightly) for each in (ALL, {})),
     ],
 )
 def test_numbers_do_not_depend_on_the_split_of_answers(

@@ -46,7 +46,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return {**COMMON, "dataset": rows, "eval_dataset": write_rows(folder / "held_out.jsonl", make_rows(5, seed=3))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("hqq_lora", "int8_lora"))) for kind in KINDS]
+)
 def test_a_pretrained_adapter_starts_at_its_last_evaluation_loss(
     kind: str, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:

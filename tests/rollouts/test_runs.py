@@ -257,7 +257,7 @@ def make_letters(folder: Path) -> dict[str, Any]:
     return {"model_name": model, "dataset": folder / "rows.jsonl", "rewards": f"{folder / 'own.py'}:as_many"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_teaches_a_tiny_model_an_answer_length(tmp_path: Path) -> None:
     options = {**make_letters(tmp_path), "objective": "grpo", "train_type": "lora", "precision": "fp32", "lr": 3e-3}
     options |= {"num_generations": 32, "max_completion_length": 6, "batch_size": 64, "scale_rewards": "none"}

@@ -86,7 +86,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in [*names, "result.json"]}
 
 
-@pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 75), ("--max_hours", 3), ("not finite", 1)])
+@pytest.mark.parametrize(
+    ("how", "exit_code"),
+    [("SIGTERM", 75), ("not finite", 1), pytest.param("--max_hours", 3, marks=pytest.mark.nightly)],
+)
 def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
     how: str, exit_code: int, inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -155,7 +158,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case == "loftq")) for case in CASES]
+)
 def test_exporting_the_last_checkpoint_equals_the_runs_result(
     case: str, inputs: dict[str, object], tmp_path: Path
 ) -> None:
