@@ -45,12 +45,12 @@ def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
     try:
         expected = used(on_cpu.client(), model, teacher)
     finally:
-        on_cpu.kill()
+        on_cpu.end()
 
     def use(processes: Sequence[Process]) -> None:
         if not found and os.path.exists(tmp_path / "rank0.log") and "Serving" in (tmp_path / "rank0.log").read_text():
-            client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=harness.KEY)
-            found.append(used(client, model, teacher))
+            with tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=harness.KEY) as client:
+                found.append(used(client, model, teacher))
             for process in processes:
                 process.kill()
 

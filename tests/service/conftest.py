@@ -31,4 +31,4 @@ def service(
     teacher = {"teacher": models("llama", num_hidden_layers=4, hidden_size=96)} if request.param == 2 else {}
     running = Service(models(), tmp_path_factory.mktemp("service") / "folder", request.param, **teacher)
     yield running
-    running.kill()
+    running.end()

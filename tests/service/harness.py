@@ -42,6 +42,7 @@ class Service:
         self._command = [*os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve").split()]
         self._command += flags(**given)
         self.log = folder.parent / "service.log"
+        self._clients: list[tinker.ServiceClient] = []
         self.start()
 
     def start(self) -> None:
@@ -67,8 +68,17 @@ class Service:
         psutil.wait_procs(ranks, timeout=60)
         self.process.wait()
 
+    def end(self) -> None:
+        """Kill it for good. A client that lived on would go on calling, and warn that nobody answers."""
+        try:
+            for closing in [each.close("success") for each in self._clients]:
+                closing.result(timeout=60)
+        finally:
+            self.kill()
+
     def client(self) -> tinker.ServiceClient:
-        return tinker.ServiceClient(base_url=self.url, api_key=KEY)
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key=KEY))
+        return self._clients[-1]
 
     def trainer(self, rank: int = 4, seed: int = 1, **which: bool) -> tinker.TrainingClient:
         return self.client().create_lora_training_client(self.model, rank=rank, seed=seed, **which).result()

@@ -32,6 +32,7 @@ def main(url: str, model: str, log: Path, steps: int) -> None:
             path = trainer.save_state(f"step-{step + 1}").result().path
             with log.open("a") as file:  # one write: a line is there as a whole or not at all
                 file.write(json.dumps({"step": step + 1, "path": path}) + "\n")
+    client.close("success").result()
 
 
 if __name__ == "__main__":
