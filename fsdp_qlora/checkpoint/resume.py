@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from fsdp_qlora.checkpoint import checkpoint
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint
@@ -77,23 +77,15 @@ class Start:
         return self.step if self.folder and not self.is_new else -1
 
 
-class Run(NamedTuple):
-    """The run that is about to start, and its folder. mirror: a store with its copies, used if the folder is empty."""
-
-    output_dir: Path
-    identity: Mapping[str, Any]
-    request: StartRequest
-    mirror: Store | None = None
-
-    def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        return find_differences(stored, self.identity["facts"], self.request)
-
-
 class RunFolder:
-    """The folder of one run. Only rank 0 writes into it."""
+    """The folder of the run that is about to start. Only rank 0 writes into it.
+
+    mirror: a store with its copies, used if the folder is empty. identity: as for `choose_start`, from then on.
+    """
 
     def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
         self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
+        self.identity: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
@@ -140,11 +132,11 @@ class RunFolder:
             UserError, RunStopped: see the function `choose_start`; the same error on all ranks.
         """
         answer: dict[str, Any] = {}
+        self.identity = identity
         if self.ranks.is_rank_0:
             try:
                 with errors_explained(self.path):
-                    start = choose_start(Run(self.path, identity, self.request, self.mirror))
-                    answer = {"start": dataclasses.asdict(start)}
+                    answer = {"start": dataclasses.asdict(choose_start(self))}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
         answer = json.loads(all_gather_strings(json.dumps(answer), self.ranks.device)[0])
@@ -153,6 +145,10 @@ class RunFolder:
         if answer["ending"] == "bad_input":
             raise UserError(answer["message"])
         raise RunStopped(answer["ending"], answer["message"])
+
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        """How a stored run differs from this one."""
+        return find_differences(stored, self.identity["facts"], self.request)
 
     def prepare(
         self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool, all_write: bool = False
@@ -191,7 +187,7 @@ def _continues(output_dir: Path, request: StartRequest) -> bool:
     return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
 
 
-def choose_start(run: Run) -> Start:
+def choose_start(run: RunFolder) -> Start:
     """Decide where the run starts. Called by rank 0, which holds the folder's lock.
 
     Raises:
@@ -199,12 +195,12 @@ def choose_start(run: Run) -> Start:
         RunStopped: an unattended run has been restarted several times without progress.
     """
     request, mirror, copied = run.request, run.mirror, _copied_run(run)
-    has_started = _has_started(run.output_dir, request)
+    has_started = _has_started(run.path, request)
     continues = has_started or request.resume == "auto"
     if mirror and copied and continues:
         _take_from_mirror(run, mirror, copied)
     if has_started:
-        log.info("The run in %s continues: a previous start has begun at --resume %s.", run.output_dir, request.resume)
+        log.info("The run in %s continues: a previous start has begun at --resume %s.", run.path, request.resume)
     if continues:
         start = _resume_folder(run, overwrite=request.overwrite and not has_started)
     else:
@@ -232,9 +228,9 @@ def _has_started(output_dir: Path, request: StartRequest) -> bool:
     return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
 
 
-def _resume_folder(run: Run, *, overwrite: bool) -> Start:
+def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
     """Resume the folder's unfinished run. Refuse another run; with `overwrite` replace a finished or another one."""
-    output_dir = run.output_dir
+    output_dir = run.path
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
     differences, was_finished = run.differences(read_run(output_dir)), is_finished(output_dir)
@@ -247,22 +243,22 @@ def _resume_folder(run: Run, *, overwrite: bool) -> Start:
     return _keep_result(run) if was_finished else _continue(run)
 
 
-def _keep_result(run: Run) -> Start:
+def _keep_result(run: RunFolder) -> Start:
     """Leave a finished run as it is, or write its result again if it was lost."""
-    stored = read_run(run.output_dir)
-    difference = result_error(run.output_dir) if stored["options"].get("save_model", True) else None
+    stored = read_run(run.path)
+    difference = result_error(run.path) if stored["options"].get("save_model", True) else None
     if not difference:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     log.warning(
         "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
-        "checkpoint.", run.output_dir, difference,
+        "checkpoint.", run.path, difference,
     )  # fmt: skip
     return _continue(run)
 
 
-def _continue(run: Run) -> Start:
+def _continue(run: RunFolder) -> Start:
     """Resume the folder's run at its newest valid checkpoint. Without one, start again at its origin or at step 0."""
-    output_dir, root = run.output_dir, run.output_dir / CHECKPOINTS
+    output_dir, root = run.path, run.path / CHECKPOINTS
     stored, status = read_run(output_dir), read_status(output_dir)
     checkpoint.remove_leftovers(root)
     start = _newest_whole(run, root)
@@ -309,14 +305,14 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
 # --- the mirror ---
 
 
-def _copied_run(run: Run) -> dict[str, Any]:
+def _copied_run(run: RunFolder) -> dict[str, Any]:
     """The run.json of the run on the mirror; empty if there is none."""
     if (mirror := run.mirror) is None:
         return {}
     try:
         copied = mirror.run()
     except OSError as error:
-        if not is_run(run.output_dir):
+        if not is_run(run.path):
             raise UserError(
                 f"--mirror {mirror.name} cannot be reached ({error}), and it may hold checkpoints of this run. Try "
                 "again, or leave the option out."
@@ -328,9 +324,9 @@ def _copied_run(run: Run) -> dict[str, Any]:
     return copied
 
 
-def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
+def _take_from_mirror(run: RunFolder, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir, is_here = run.output_dir, is_run(run.output_dir)
+    output_dir, is_here = run.path, is_run(run.path)
     stored = read_run(output_dir) or copied
     differences = run.differences(stored)
     if differences and not is_here and not run.request.overwrite:
@@ -354,9 +350,9 @@ def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> Non
 # --- a checkpoint ---
 
 
-def _start_from(run: Run, path: Path) -> Start:
+def _start_from(run: RunFolder, path: Path) -> Start:
     """Start at a given checkpoint, or at the newest one of a given run."""
-    root = run.output_dir / CHECKPOINTS
+    root = run.path / CHECKPOINTS
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
         try:
             start: Start | None = _start_at(run, path, checkpoint.verify(path))
@@ -375,10 +371,10 @@ def _start_from(run: Run, path: Path) -> Start:
     for step, folder in checkpoint.published(root).items():
         if step > start.step:
             log.warning("A checkpoint later than the start was set aside: %s.", checkpoint.quarantine(folder))
-    return dataclasses.replace(start, **_used(read_status(run.output_dir)))
+    return dataclasses.replace(start, **_used(read_status(run.path)))
 
 
-def _newest_whole(run: Run, root: Path) -> Start | None:
+def _newest_whole(run: RunFolder, root: Path) -> Start | None:
     """The newest checkpoint that passes verification, None if there are none. Damaged ones are set aside."""
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
@@ -398,7 +394,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     return None
 
 
-def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
+def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
     stored, progress, identity = state["about"], state["progress"], run.identity
     if differences := run.differences(stored):
         refuse(folder, differences)
