@@ -114,11 +114,7 @@ class RunFolder:
                     refuse(self.path, changes)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
-        """Refuse the model's own folder, and another run's before the weights are downloaded for `choose_start`.
-
-        Args:
-            facts: the facts of this run that need no weights.
-        """
+        """Refuse the model's own folder, and another run's before weights are there. facts: known without them."""
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
         self._refuse_another_run(facts)
