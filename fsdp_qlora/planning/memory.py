@@ -78,11 +78,6 @@ class Step:
         return self.layout.num_shards
 
     @property
-    def accumulates(self) -> bool:
-        """Whether gradients of several micro-batches add up unsharded."""
-        return self.has_micro_batches and self.placement.accumulates
-
-    @property
     def gathers_from_host(self) -> bool:
         return self.placement.offload.blocks > 0 and self.num_shards > 1
 
@@ -208,7 +203,7 @@ class _Estimate:
         before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * self.reduces_each}
         in_adapters = sum(n * kind.num_weights for kind, n in parts.kinds(parts.model).items() if kind.in_adapter)
         adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
-        if step.accumulates:
+        if step.has_micro_batches and not self.reduces_each:
             adapters["accumulated gradients"] = 4 * self._trained_weights(parts.model)
         of_head = self._trained_weights(parts.head) if parts.head is not None and not parts.is_tied else 0
         in_blocks = self._in_backward(adapters, of_optimizer)
