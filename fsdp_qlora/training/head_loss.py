@@ -206,10 +206,6 @@ class _Gradients(NamedTuple):
     rows: Tensor | None = None
     scale: float = 1.0
 
-    @property
-    def any(self) -> bool:
-        return any(gradient is not None for gradient in self[:4])
-
     def add(self, part: slice, grad: Tensor, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> None:
         """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
         if self.hidden is not None:
@@ -265,13 +261,13 @@ def _losses_of_chunks(
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
     step = request.tokens_at_a_time(hidden.dtype)
+    scale = gradients.scale if any(gradient is not None for gradient in gradients[:4]) else None
     # Each chunk has collectives, so ranks that share a head must have equally many of them: `MicroBatch.beside` adds
     # targets that count nothing.
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
         inputs = vocabulary.all_gather(hidden[part])
         outputs = F.linear(inputs, weight, bias)
-        scale = gradients.scale if gradients.any else None
         of_ranks = vocabulary.all_gather(targets[part])
         if request.teacher is None:
             weights = None if request.weights is None else vocabulary.all_gather(request.weights[part])
