@@ -184,8 +184,9 @@ class TensorBoardSink(QueuedSink):
         return writer
 
     def send(self, record: Record) -> None:
-        for name, value in curves(record).items():
-            self.client.add_scalar(name, value, record["step"])
+        for name, value in named_numbers(record).items():
+            if not name.endswith("step"):  # by which the others are drawn
+                self.client.add_scalar(name, value, record["step"])
 
     def flush(self) -> None:
         self.post(lambda: self.client.flush())
@@ -205,11 +206,6 @@ def named_numbers(record: Record) -> dict[str, float]:
     if "eval_loss" not in record:
         return numbers
     return {name if name.startswith("eval_") else f"eval_{name}": value for name, value in numbers.items()}
-
-
-def curves(record: Record) -> dict[str, float]:
-    """The named numbers of a record that are drawn by step."""
-    return {name: value for name, value in named_numbers(record).items() if not name.endswith("step")}
 
 
 # Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server has died

@@ -337,19 +337,14 @@ class TextGenerator:
             chosen = places[first : first + at_a_time]
             own_seeds = {place: seeds[place] for place in chosen} if seeds else None
             own |= self.generate({place: prompts[place] for place in chosen}, beat=beat, seeds=own_seeds)
-        return gather_completions(own)
+        parts = all_gather_strings(json.dumps([*own.items()]), torch.device("cpu"))
+        gathered = [pair for part in parts for pair in json.loads(part)]
+        return [Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))]
 
     def _draws(self, numbers: Sequence[int], seeds: Mapping[int, int]) -> list[Draws]:
         """One if tokens are drawn, or their log-probabilities wanted."""
         own = [seeds.get(number, derive_seed("generate", self._options.seed, number)) for number in numbers]
         return [Draws(self._options, own)] if self._options.temperature or self._options.plain_logps else []
-
-
-def gather_completions(own: Mapping[int, Completion]) -> list[Completion]:
-    """Gather the completions of all ranks, each with the number of its prompt, in the order of these numbers."""
-    parts = all_gather_strings(json.dumps([*own.items()]), torch.device("cpu"))
-    gathered = [pair for part in parts for pair in json.loads(part)]
-    return [Completion(*values) for _, values in sorted(gathered, key=lambda pair: int(pair[0]))]
 
 
 class Samples:
