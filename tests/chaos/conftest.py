@@ -22,7 +22,7 @@ def reference(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("reference")
     options = harness.inputs(models, folder)
     harness.run({**options, "output_dir": folder / "out"}, folder / "logs")
-    assert len(harness.numbers(folder / "out")) == 20 + 4  # steps, and evaluations at 0, 7, 14 and 20
+    assert len(harness.numbers(folder / "out")) == 10 + 4  # steps, and evaluations at 0, 4, 8 and 10
     return Reference(options, folder / "out")
 
 

@@ -19,7 +19,7 @@ from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
 
 RANKS = 2
 HANG_SECONDS = 600.0  # a limit against hangs only: the machine may be busy
-# NF4 base, dropout, accumulation, two epochs with a short last step each: 2 x 10 steps.
+# NF4 base, dropout, accumulation, two epochs with a short last step each: 2 x 5 steps.
 OPTIONS = {
     "precision": "fp32",
     "lora_rank": 4,
@@ -27,8 +27,8 @@ OPTIONS = {
     "batch_size": 1,
     "gradient_accumulation_steps": 2,
     "num_epochs": 2,
-    "eval_fraction": 0.05,
-    "eval_steps": 7,
+    "eval_fraction": 0.1,
+    "eval_steps": 4,
     "save_every": 3,
     "lr": 1e-3,
     "log_to": "stdout",
@@ -40,8 +40,8 @@ Same = Callable[[Path], None]
 
 
 def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
-    """Options with a tiny model and 40 rows, 2 of them held out."""
-    return {**OPTIONS, "model_name": models(), "dataset": write_rows(folder / "rows.jsonl", make_rows(40))}
+    """Options with a tiny model and 21 rows, 2 of them held out."""
+    return {**OPTIONS, "model_name": models(), "dataset": write_rows(folder / "rows.jsonl", make_rows(21))}
 
 
 # --- faults ---

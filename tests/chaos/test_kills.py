@@ -132,7 +132,7 @@ def test_a_run_with_random_faults_gives_the_same_bytes(reference: Reference, ass
         counts[kind] += 1
         fault, action, statuses = DISTURBANCES[kind]
         more = chance.choice([together, write_slowly])
-        before, further, rank = steps_done(out) % 20, chance.choice([0, 1, 2, 4, 8]), chance.randrange(RANKS)
+        before, further, rank = steps_done(out) % 10, chance.choice([0, 1, 2, 4, 8]), chance.randrange(RANKS)
         logs = tmp_path / f"logs{counts.total()}"
         put_in = partial(together, more, fault(before + further, rank, out) if fault else together)
         with ended(Job(options, logs, fault=put_in)) as job:
@@ -180,15 +180,20 @@ def die_at(call: str, count: int) -> None:
 
 # Of the second checkpoint (5 calls of fsync each: tensors, state, manifest, folder, parent), before and after its
 # rename; then of the fourth, whose publication makes the oldest go.
-PHASES = [("fsync", 6), ("fsync", 7), ("fsync", 8), ("fsync", 9), ("rename", 2), ("fsync", 10), ("rename", 5)]
+PHASES = [("fsync", 6), ("fsync", 8), ("rename", 2), ("rename", 5)]
+MORE_PHASES = [("fsync", 7), ("fsync", 9), ("fsync", 10)]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "phases",
+    [pytest.param(PHASES, marks=pytest.mark.slow), pytest.param(MORE_PHASES, marks=pytest.mark.nightly)],
+    ids=["few", "more"],
+)
 def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
-    reference: Reference, assert_same: Same, tmp_path: Path
+    phases: list[tuple[str, int]], reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_total_limit=2)
-    for number, phase in enumerate(PHASES):
+    options = reference.same_but(tmp_path / "out", save_total_limit=2, save_every=1)
+    for number, phase in enumerate(phases):
         run(options, tmp_path / f"logs{number}", [-signal.SIGKILL, ANY], fault=die_at, arguments=phase)
         folders = checkpoint.published(tmp_path / "out" / "checkpoints")
         assert folders
@@ -200,7 +205,7 @@ def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
     losses = {record["step"]: record["eval_loss"] for record in numbers(tmp_path / "out") if "eval_loss" in record}
     best = min(set(losses) - {0}, key=losses.__getitem__)
     left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
-    assert left == {f"step_{step:06d}" for step in (best, 18, 20)}
+    assert left == {f"step_{step:06d}" for step in (best, 9, 10)}
 
 
 KINDS: dict[str, dict[str, object]] = {
@@ -209,9 +214,9 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", all_slow_but("full", KINDS))
+@pytest.mark.parametrize("kind", all_slow_but("full", KINDS, nightly=["bnb_llama_pro", "hqq_dora"]))
 def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
-    options = {**reference.options, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
+    options = {**reference.options, "max_steps": 10, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
     train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]
     if not train_type.has_adapter:
         options = {name: value for name, value in options.items() if not name.startswith("lora")}

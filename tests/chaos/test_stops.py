@@ -185,9 +185,9 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out")
-    stopped = partial(at_step, 7, partial(signal.raise_signal, signal.SIGTERM), during="evaluate")
+    stopped = partial(at_step, 4, partial(signal.raise_signal, signal.SIGTERM), during="evaluate")
     run(options, tmp_path / "logs0", [75, 75], fault=stopped)
-    assert [record for record in numbers(tmp_path / "out") if record["step"] == 7][-1].get("eval_loss") is None
+    assert [record for record in numbers(tmp_path / "out") if record["step"] == 4][-1].get("eval_loss") is None
     run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 
