@@ -19,7 +19,7 @@ from fsdp_qlora.config.train_types import QUANT_TYPES
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.base import packed_forms
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
-from fsdp_qlora.model.quantizers.nvfp4 import global_scale
+from fsdp_qlora.model.quantizers.e2m1 import global_scale
 from fsdp_qlora.model.quantizers.packed import (
     BITSANDBYTES,
     EXPERTS_KEY,

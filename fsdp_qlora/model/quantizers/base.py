@@ -89,9 +89,12 @@ class QuantizedWeight(nn.Module):
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default: the compute dtype)."""
+        """A frozen meta parameter of `rows` times `row_bytes` bytes, viewed as `dtype` (default: the compute dtype).
+
+        Rows are padded to whole elements of it.
+        """
         dtype = dtype or self.compute_dtype
-        memory = torch.empty(rows, row_bytes // dtype.itemsize, dtype=dtype, device="meta")
+        memory = torch.empty(rows, -(-row_bytes // dtype.itemsize), dtype=dtype, device="meta")
         return nn.Parameter(memory, requires_grad=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -179,17 +182,27 @@ class QuantizedWeight(nn.Module):
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Quantize `values`, whole rows of weights or none, to rows of `weight`, as bytes, and of each statistic."""
+        raise NotImplementedError
+
+    @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         """Quantize and store `values`, the elements in `shard_range`. Collective over the shard group."""
-        raise NotImplementedError
+        for name, rows in zip(("weight", *self.statistics), self.quantize(values), strict=True):
+            write_bytes(getattr(self, name), rows)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
         """Quantize `values`, whole rows of weights, to bytes of `weight`."""
-        raise NotImplementedError
+        return self.quantize(values)[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantize and decode the whole `weight`. `dequantize` must return the same bits."""
-        raise NotImplementedError
+        return self.decode_tensors(self.whole, self.compute_dtype, *self.quantize(weight))
+
+    def _filled_up(self, codes: torch.Tensor) -> torch.Tensor:
+        """The bytes of codes [rows, bytes] with the padding of `weight`."""
+        return F.pad(codes.view(torch.uint8), (0, row_bytes(self.weight) - codes.shape[1]))
 
     # ---- in files ----
 
@@ -215,9 +228,8 @@ class QuantizedWeight(nn.Module):
     def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
         """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
         parameter = getattr(self, stored.parameter)
-        row_bytes = parameter.shape[1] * parameter.element_size()
-        first, last = own_rows(parameter, mesh)
-        return min(first * row_bytes, stored.form.num_bytes), min(last * row_bytes, stored.form.num_bytes)
+        first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
+        return min(first, stored.form.num_bytes), min(last, stored.form.num_bytes)
 
     def stored_bytes(self, stored: StoredParameter) -> torch.Tensor:
         """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed `stored_range`."""
@@ -312,6 +324,11 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.
         lambda *inputs: [F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs],
         lambda grad_y: grad_y @ weight.to(dtype),
     )
+
+
+def row_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a row of a matrix."""
+    return parameter.shape[1] * parameter.element_size()
 
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ from fsdp_qlora.model.quantizers.base import (
     QuantizedLinear,
     QuantizedWeight,
     StoredParameter,
+    row_bytes,
     write_bytes,
 )
 from fsdp_qlora.utils.errors import UserError
@@ -129,8 +130,8 @@ class Bnb4bitWeight(QuantizedWeight):
         )
         return y
 
-    def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return quantize_blocks(values, self.quant_type)[0]
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return quantize_blocks(values, self.quant_type)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros do not change a block's largest magnitude. Rows are blocks for the reason in `decode_tensors`.
@@ -142,19 +143,18 @@ class Bnb4bitWeight(QuantizedWeight):
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        codes, absmax = quantize_blocks(values, self.quant_type)
-        write_bytes(self.weight, codes)
         if not self.double_quant:
-            write_bytes(self.absmax, absmax)
+            super().load_shard(values, mesh)
             return
+        codes, absmax = self.quantize(values)
+        write_bytes(self.weight, codes)
         # Double quantization subtracts the mean over the whole tensor. Every rank gathers the absmax of all blocks
         # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so the result is exact for any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
         absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
         for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
-            row_bytes = parameter.shape[1] * parameter.element_size()
-            first, last = own_rows(parameter, mesh)
-            write_bytes(parameter, whole.view(torch.uint8)[first * row_bytes : last * row_bytes])
+            first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
+            write_bytes(parameter, whole.view(torch.uint8)[first:last])
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize the float32 absmax of all blocks to uint8 codes and nested absmax, and store their mean."""

@@ -1,4 +1,4 @@
-"""Weights as floats of 4 bits (E2M1) in groups that share a scale of 8 bits: the common part of MXFP4 and NVFP4.
+"""Weights as floats of 4 bits (E2M1) in groups that share a scale of 8 bits: MXFP4 and NVFP4.
 
 A group is `group_size` consecutive weights of the row-major flattened weight. Codes are packed two per byte, the first
 in the low bits: a sign, two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, table 7).
@@ -14,12 +14,26 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.base import (
+    Matrix,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    StoredParameter,
+    write_bytes,
+)
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = _VALUES[-1]  # magnitude of a code
+_LARGEST = _VALUES[-1]  # magnitude of a code
 _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (see QuantizedWeight)
+# MXFP4's scales
+_MANTISSA = 23  # bits of a float32's
+_ROUND_UP = 1 << _MANTISSA - 2  # from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
+_LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
+# NVFP4's scales
+_LARGEST_SCALE = torch.finfo(torch.float8_e4m3fn).max
+_SCALE_OF_ZEROS = 0.125  # compressed-tensors' for a group without a magnitude
 
 
 class E2m1Weight(QuantizedWeight):
@@ -60,7 +74,7 @@ class E2m1Weight(QuantizedWeight):
         scales = self.scale_values(scale.view(torch.uint8).view(-1)[first : first + count], first, *others)
         return _values(part.choose(codes), part.choose(scales), dtype).view(-1)[:num_weights].view(part.shape)
 
-    def quantize_groups(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, values: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Quantize whole groups (the last may be short) to bytes of codes [groups, group_size / 2] and scales [groups].
 
         others: the statistics beyond `scale`, with one value for the whole weight.
@@ -73,34 +87,6 @@ class E2m1Weight(QuantizedWeight):
             codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
         return torch.cat(codes), torch.cat(scales)
 
-    def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return self.quantize_groups(values, *self.tensors()[2:])[0]
-
-    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        others = self.others_of(weight.abs().max().float())
-        codes, scale = self.quantize_groups(weight, *others)
-        return self.decode_tensors(self.whole, self.compute_dtype, codes, scale, *others)
-
-    def others_of(self, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The statistics beyond `scale` of a weight with this largest magnitude, a float32 scalar."""
-        return ()
-
-    @torch.no_grad()
-    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        others = self.others_of(self._largest(values, mesh)) if self.statistics[1:] else ()
-        codes, scales = self.quantize_groups(values, *others)
-        write_bytes(self.weight, codes)
-        write_bytes(self.scale, scales)
-        for name, other in zip(self.statistics[1:], others, strict=True):
-            first, last = own_rows(getattr(self, name), mesh)
-            write_bytes(getattr(self, name), other[first:last])
-
-    def _largest(self, values: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """The largest magnitude of the whole weight, of which each rank has some values."""
-        own = values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
-        size = shard_size(mesh)
-        return own if size == 1 else gather_rows(own.view(1), size, mesh).max()
-
     def stored_parameters(self) -> dict[str, StoredParameter]:
         groups = -(-math.prod(self.shape) // self.group_size)
         return {
@@ -110,6 +96,105 @@ class E2m1Weight(QuantizedWeight):
 
     def code_settings(self) -> dict[str, Any]:
         return {"format": self.label}
+
+
+class Mxfp4Weight(E2m1Weight):
+    """Weights in MXFP4. A scale's byte is the exponent of a float32, so that it is 2**(byte - 127)."""
+
+    label = "MXFP4"
+    decoding_bytes = 11.4
+    group_size = 32
+
+    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
+        # 2**-127 is below float32's normal numbers: it has the first bit of the mantissa.
+        bits = torch.where(codes == 0, 1 << _MANTISSA - 1, codes.int() << _MANTISSA)
+        return bits.int().view(torch.float32)
+
+    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        exponent = largest.view(torch.int32) + _ROUND_UP >> _MANTISSA
+        return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
+
+
+class Mxfp4Linear(QuantizedLinear, Mxfp4Weight):
+    """A linear layer with its weight in MXFP4."""
+
+
+class Mxfp4Experts(QuantizedExperts, Mxfp4Weight):
+    """The experts of a layer in MXFP4."""
+
+
+class Nvfp4Weight(E2m1Weight):
+    """Weights in NVFP4: code * scale / global_scale.
+
+    Parameters beside those of `E2m1Weight`:
+        global_scale: float32 [parts, 1], each of an equal part of the flattened weight; one if it was quantized here.
+    Args:
+        num_parts: equal parts of each matrix that have a global scale of their own; 0 if one is for all matrices.
+        multiplies: whether global scales are factors (modelopt) and not divisors (compressed-tensors).
+    """
+
+    label = "NVFP4"
+    decoding_bytes = 11.6
+    group_size = 16
+    statistics = ("scale", "global_scale")
+
+    def __init__(
+        self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, num_parts: int = 0, multiplies: bool = False
+    ) -> None:
+        super().__init__(shape, compute_dtype=compute_dtype)
+        self.multiplies = multiplies
+        parts = num_parts * math.prod(shape[:-2]) or 1
+        self.global_scale = self._storage(parts, 4, torch.float32)
+
+    def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
+        (of_part,) = others
+        values, of_part = codes.view(torch.float8_e4m3fn).float(), of_part.view(-1)
+        if len(of_part) > 1:
+            groups_of_part = math.prod(self.shape) // self.group_size // len(of_part)
+            of_part = of_part[torch.arange(first, first + len(codes), device=codes.device) // groups_of_part]
+        return values.mul_(of_part) if self.multiplies else values.div_(of_part)
+
+    def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        scales, of_all = largest / _LARGEST, others[0].view(())
+        scales = scales / of_all if self.multiplies else of_all * scales
+        scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
+        return torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float()).to(scales.dtype).view(torch.uint8)
+
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return self.quantize(values, self.global_scale)[0]
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        of_all = global_scale(weight.abs().max().float())
+        return self.decode_tensors(self.whole, self.compute_dtype, *self.quantize(weight, of_all), of_all)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        largest = values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
+        if (size := shard_size(mesh)) > 1:
+            largest = gather_rows(largest.view(1), size, mesh).max()
+        of_all = global_scale(largest).view(1)
+        codes, scales = self.quantize(values, of_all)
+        write_bytes(self.weight, codes)
+        write_bytes(self.scale, scales)
+        write_bytes(self.global_scale, of_all[slice(*own_rows(self.global_scale, mesh))])
+
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        form = TensorForm(torch.float32, (len(self.global_scale),))
+        return {**super().stored_parameters(), ".global_scale": StoredParameter("global_scale", form)}
+
+
+class Nvfp4Linear(QuantizedLinear, Nvfp4Weight):
+    """A linear layer with its weight in NVFP4."""
+
+
+class Nvfp4Experts(QuantizedExperts, Nvfp4Weight):
+    """The experts of a layer in NVFP4."""
+
+
+def global_scale(largest: torch.Tensor) -> torch.Tensor:
+    """The global scale, a divisor, of a weight with this largest magnitude: both are float32 scalars."""
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.nan_to_num(_LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest), posinf=1.0)
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.model.quantizers.base import (
     Matrix,
@@ -13,7 +12,7 @@ from fsdp_qlora.model.quantizers.base import (
     QuantizedLinear,
     QuantizedWeight,
     StoredParameter,
-    write_bytes,
+    row_bytes,
 )
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -49,8 +48,7 @@ class Fp8Weight(QuantizedWeight):
         self.block = block or ((rows // num_parts, columns) if num_parts else (1, columns))
         self.code_dtype = code_dtype
         self.scale_shape = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        row_bytes = -(-columns // compute_dtype.itemsize) * compute_dtype.itemsize
-        self.weight = self._storage(math.prod(matrices) * rows, row_bytes)
+        self.weight = self._storage(math.prod(matrices) * rows, columns)
         self.scale = self._storage(math.prod(matrices) * self.scale_shape[0], 4 * self.scale_shape[1], torch.float32)
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
@@ -85,24 +83,13 @@ class Fp8Weight(QuantizedWeight):
         if len(values) > whole * height:
             torch.mul(values[whole * height :], scale[whole:], out=out[whole * height :])
 
-    def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return quantize_blocks(values.view(-1, self.row_weights))[0]
-
-    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantize_blocks(weight.reshape(-1, self.row_weights))
-        return self.decode_tensors(self.whole, self.compute_dtype, codes, scale)
-
-    @torch.no_grad()
-    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        codes, scale = quantize_blocks(values.view(-1, self.row_weights))
-        padding = self.weight.shape[1] * self.weight.element_size() - self.row_weights
-        write_bytes(self.weight, F.pad(codes.view(torch.uint8), (0, padding)))
-        write_bytes(self.scale, scale)
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes, scale = quantize_blocks(values.reshape(-1, self.row_weights))
+        return self._filled_up(codes), scale
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
         return {
-            "": StoredParameter("weight", TensorForm(torch.uint8, (len(self.weight), row_bytes))),
+            "": StoredParameter("weight", TensorForm(torch.uint8, (len(self.weight), row_bytes(self.weight)))),
             ".scale": StoredParameter("scale", TensorForm(torch.float32, tuple(self.scale.shape))),
         }
 

@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.model.quantizers.base import (
     Matrix,
@@ -16,7 +15,6 @@ from fsdp_qlora.model.quantizers.base import (
     QuantizedLinear,
     QuantizedWeight,
     StoredParameter,
-    write_bytes,
 )
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -62,21 +60,13 @@ class HqqWeight(QuantizedWeight):
         step = _groups_at_a_time(weight.device, self.group_size, _DECODED_PIECE)
         for start in range(0, count, step):
             groups = slice(start, start + step)
-            _values(_unpack(packed[groups], self.n_bits), statistics[groups], out=decoded[groups])
+            scale, zero = statistics[groups].float().split(1, dim=1)
+            torch.mul(torch.sub(_unpack(packed[groups], self.n_bits), zero), scale, out=decoded[groups])
         return decoded.view(-1)[:num_weights].view(part.shape)
 
-    def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return _pack(_quantize_groups(values, self.n_bits, self.group_size)[0], self.n_bits)
-
-    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        codes, scale_zero = _quantize_groups(weight, self.n_bits, self.group_size)
-        return _values(codes, scale_zero).flatten()[: weight.numel()].view(weight.shape).to(self.compute_dtype)
-
-    @torch.no_grad()
-    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
-        write_bytes(self.weight, _pack(codes, self.n_bits))
-        write_bytes(self.scale_zero, scale_zero)
+        return _pack(codes, self.n_bits), scale_zero
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
         num_groups = self.scale_zero.shape[0]
@@ -152,12 +142,6 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
             "Use --train_type qlora."
         )
     return torch.cat(all_codes), scale_zero
-
-
-def _values(codes: torch.Tensor, scale_zero: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Decode uint8 codes [groups, group_size] to float32 weights, rounded to the dtype of `out` if that is given."""
-    scale, zero = scale_zero.float().split(1, dim=1)
-    return torch.mul(torch.sub(codes, zero), scale, out=out)
 
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
@@ -37,12 +36,12 @@ class Int8Weight(QuantizedWeight):
         if in_features % 4:
             _warn_of_slow_products(in_features)
         self.threshold = int8_threshold
-        row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
-        self.weight = self._storage(out_features, row_bytes)
+        self.weight = self._storage(out_features, in_features)
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        return _values(*_codes_and_scale(part, *tensors), dtype)
+        codes, row_scale = _codes_and_scale(part, *tensors)
+        return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))  # as bitsandbytes does for the gradient
 
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
@@ -54,26 +53,17 @@ class Int8Weight(QuantizedWeight):
         """
         return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
 
-    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        codes, row_scale, _ = bnb.int8_vectorwise_quant(weight.half())
-        return _values(codes, row_scale, self.compute_dtype)
-
-    @torch.no_grad()
-    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        rows = values.view(-1, self.row_weights)
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
-        codes, row_scale = rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
-        if len(rows):  # there may be fewer rows than ranks
-            # bitsandbytes rounds every dtype to fp16 first.
-            codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
-            codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
-        write_bytes(self.weight, codes)
-        write_bytes(self.row_scale, row_scale)
+    def quantize(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = values.reshape(-1, self.row_weights)
+        if not len(rows):  # there are fewer rows than ranks
+            return rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
+        # bitsandbytes rounds every dtype to fp16 first.
+        codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
+        return self._filled_up(codes), row_scale
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
-        row_bytes = self.weight.shape[1] * self.weight.element_size()
         return {
-            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
+            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes(self.weight)))),
             ".row_scale": StoredParameter("row_scale", TensorForm(torch.float32, (self.shape[0],))),
         }
 
@@ -94,11 +84,6 @@ def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor
     """View the stored tensors as codes, int8 [out, in], and scales, float32 [out]."""
     codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
-
-
-def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode int8 [out, in] to weights in `dtype`, as bitsandbytes does for the gradient."""
-    return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
 
 def _multiply(

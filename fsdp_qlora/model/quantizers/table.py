@@ -10,11 +10,10 @@ from torch import nn
 
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
+from fsdp_qlora.model.quantizers.e2m1 import Mxfp4Experts, Mxfp4Linear, Nvfp4Experts, Nvfp4Linear
 from fsdp_qlora.model.quantizers.fp8 import Fp8Experts, Fp8Linear
 from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear
 from fsdp_qlora.model.quantizers.int8 import Int8Linear
-from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Experts, Mxfp4Linear
-from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Experts, Nvfp4Linear
 from fsdp_qlora.model.quantizers.routed import is_transposed
 
 

@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from fsdp_qlora.model.quantizers.base import Matrix
-from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight
+from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
-from fsdp_qlora.model.quantizers.mxfp4 import Mxfp4Weight
-from fsdp_qlora.model.quantizers.nvfp4 import Nvfp4Weight
 from fsdp_qlora.model.quantizers.packed import INTEGERS, PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
@@ -237,7 +235,7 @@ class _E2m1Tensor(DecodedTensor):
         if self._transposes:
             values = values.view(-1, *self.shape[1:]).mT.contiguous()
         whole = [read(other, 0, 1) for other in self.parts[2:]]
-        codes, scales = self._layer.quantize_groups(values.flatten(), *whole)
+        codes, scales = self._layer.quantize(values.flatten(), *whole)
         yield self.parts[0], start // 2, codes
         yield self.parts[1], start // self._layer.group_size, scales
 
