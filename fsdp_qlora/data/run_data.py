@@ -39,14 +39,6 @@ _OF_DUMMY = 512  # tokens of its rows, which fill whatever there is, with --cont
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """The prompts of a run; row i of its table is prompt i."""
-
-    rows: tuple[Prompt, ...]
-    max_completion_length: int
-
-
-@dataclass(frozen=True)
 class RunData:
     """The rows of a run."""
 
@@ -68,13 +60,10 @@ class RunData:
     """The most tokens of a row, as asked for or decided."""
     image_processor: ImageProcessor | None = None
     """Makes the pixels of the rows' images, if the model has one."""
-    prompts: Prompts | None = None
-    """The rows, if the run learns from completions that it makes."""
-
-    @property
-    def completion_length(self) -> int:
-        """The most tokens that follow a row of `train` when it is learned: those of a prompt's completion."""
-        return self.prompts.max_completion_length if self.prompts else 0
+    prompts: tuple[Prompt, ...] = ()
+    """The rows of `train`, if the run learns from completions that it makes."""
+    completion_length: int = 0
+    """The most tokens that follow a row of `train` when it is learned: those of a prompt's completion."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -104,7 +93,7 @@ class RunData:
     @property
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
-        about = [derive_seed([prompt.columns for prompt in self.prompts.rows])] if self.prompts else []
+        about = [derive_seed([prompt.columns for prompt in self.prompts])] if self.prompts else []
         return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *about]
 
     @property
@@ -158,9 +147,8 @@ def prepare_data(
     prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
     data = _joined(prepared, options, shares)
     if options.text.makes_rows:
-        rows = [prompt for part in prepared for prompt in part.prompts]
-        prompts = Prompts(tuple(rows), options.text.max_completion_length)
-        data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=prompts)
+        prompts, most = [prompt for part in prepared for prompt in part.prompts], options.text.max_completion_length
+        data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=tuple(prompts), completion_length=most)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         data = _with_evaluation(

@@ -113,7 +113,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     config, data = read_rows(config, model)
     stop_text, tokenizer, prompt = "", model.tokenizer, data.provenance["prompt"]
     if data.prompts:
-        check_answers(scorer.rewards, [row.for_rewards for row in data.prompts.rows])
+        check_answers(scorer.rewards, [row.for_rewards for row in data.prompts])
         with contextlib.closing(PromptFormat(tokenizer, prompt)) as prompt_format:
             stop_text = prompt_format.stop_text
     if ends := data.ends(tokenizer, stop_text):

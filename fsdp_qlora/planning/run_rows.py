@@ -45,7 +45,7 @@ def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
 
 def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run."""
-    is_answered = data.prompts is not None
+    is_answered = bool(data.prompts)
     if data.have_images and config.context_size > 1:
         raise UserError("--context_parallel_size divides rows without padding, and rows with images are padded.")
     schedule = config.pick(

@@ -335,7 +335,7 @@ class Planner:
         """In a micro-batch that is tried."""
         most = max(_FEW_ROWS, _FEW_TOKENS // self.config.longest_row)
         if self.data and self.data.prompts:  # each step has prompts of its own
-            answers = len(self.data.prompts.rows) * self.config.num_generations
+            answers = len(self.data.prompts) * self.config.num_generations
             most = min(most, answers // self.model.machine.data_size(1))
         return most
 

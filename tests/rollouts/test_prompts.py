@@ -21,7 +21,6 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches.schedule import StepRows
 from fsdp_qlora.data.content import Chat, PreferenceRow, prompt_text, without_answer
-from fsdp_qlora.data.pipeline import Prompt
 from fsdp_qlora.data.run_data import RunData, prepare_data
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.recognition import RequestedFormat
@@ -58,14 +57,9 @@ def read(folder: Path, rows: list[Any], **options: Any) -> RunData:
     return prepare_data(tokenizer, picked, vocab_size=len(tokenizer))
 
 
-def prompts_of(data: RunData) -> tuple[Prompt, ...]:
-    assert data.prompts is not None
-    return data.prompts.rows
-
-
 def texts(data: RunData, folder: Path) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [tokenizer.decode(prompt.ids) for prompt in prompts_of(data)]
+    return [tokenizer.decode(prompt.ids) for prompt in data.prompts]
 
 
 def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> None:
@@ -81,8 +75,8 @@ def test_prompts_keep_text_and_render_questions_and_messages(tmp_path: Path) -> 
     assert found[0] == "<s>sort:"
     assert found[1] == found[2] == "<system>be brief<user>sort<assistant>"
     assert "Question:\nsort?" in found[3] and found[3].endswith("Answer:\n") and "b a" in found[4]
-    assert [prompt.content for prompt in prompts_of(data)[:2]] == ["sort:", ASKED]
-    assert prompts_of(data)[2].content == ASKED and prompts_of(data)[3].content == "sort?"
+    assert [prompt.content for prompt in data.prompts[:2]] == ["sort:", ASKED]
+    assert data.prompts[2].content == ASKED and data.prompts[3].content == "sort?"
     filled = texts(read(tmp_path, [{"question": "sort?"}], prompt_template="chat"), tmp_path)
     assert filled == ["<user>sort?<assistant>"]
 
@@ -104,7 +98,7 @@ def test_grpo_knows_the_prompt_columns_that_texts_know(name: str, tmp_path: Path
     row, text = KNOWN[name]
     data = read(tmp_path, [row])
     assert text in texts(data, tmp_path)[0]
-    columns = prompts_of(data)[0].columns
+    columns = data.prompts[0].columns
     assert {name: columns[name] for name in row if name != "prompt"} == {k: row[k] for k in row if k != "prompt"}
 
 
@@ -136,7 +130,7 @@ def test_columns_that_change_a_prompt_are_used_or_refused(
     if row.get("prompt") != "sort":  # as `generate` takes an instruction
         with pytest.raises(UserError, match=rf"no question that can be asked: {expected}[^;]*\.$"):
             read_questions(write_rows(tmp_path / "prompts.jsonl", [row]))
-    kept = prompts_of(read(tmp_path, [row], columns=(f"own={column}",)))[0].columns
+    kept = read(tmp_path, [row], columns=(f"own={column}",)).prompts[0].columns
     assert kept["own"] == row[column]
 
 
@@ -189,7 +183,7 @@ def test_training_grpo_dpo_and_generate_ask_the_same_prompt(first: str, second: 
 def test_reward_functions_get_all_columns(tmp_path: Path) -> None:
     rows = [{"task": "sort", "prompt_id": 7, "answer": [1, 2], "completion": "old", "other": "x"}]
     data = read(tmp_path, rows, columns=("prompt=task", "ignore=other"))
-    assert prompts_of(data)[0].columns == {"prompt_id": 7, "answer": [1, 2]}
+    assert data.prompts[0].columns == {"prompt_id": 7, "answer": [1, 2]}
     with pytest.raises(UserError, match=r"has no column 'missing'\. It has: task, prompt_id"):
         read(tmp_path, rows, columns=("prompt=missing",))
 
@@ -208,14 +202,14 @@ GOLD: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def test_a_gold_turn_or_nested_answer_is_the_right_answer(tmp_path: Path) -> None:
-    prompts = prompts_of(read(tmp_path, [row for row, _ in GOLD.values()]))
+    prompts = read(tmp_path, [row for row, _ in GOLD.values()]).prompts
     assert [prompt.for_rewards.get("answer") for prompt in prompts] == [right for _, right in GOLD.values()]
     assert not any("answer" in prompt.columns for prompt in prompts)  # by which runs are recognized
 
 
 def test_the_table_has_prompts_and_their_lengths_with_completions(tmp_path: Path) -> None:
     data = read(tmp_path, [{"prompt": "sort:"}, {"prompt": "list the river"}])
-    for row, prompt in enumerate(prompts_of(data)):
+    for row, prompt in enumerate(data.prompts):
         assert data.train[row].input_ids.tolist() == prompt.ids and data.lengths[row] == len(prompt.ids) + 8
     assert not data.train.learned.any()
     assert data.train.row_numbers.tolist() == [1, 2] and data.context_length == 16
@@ -237,7 +231,7 @@ def test_rows_without_a_prompt_or_room_are_left_out(tmp_path: Path, lines: list[
     with pytest.raises(UserError, match="5 of 6 rows cannot be used"):
         read(tmp_path, rows, context_length=32)
     data = read(tmp_path, rows, context_length=32, max_bad_rows=1.0)
-    assert len(prompts_of(data)) == 1
+    assert len(data.prompts) == 1
     reasons = {place.rpartition(":")[2]: reason for place, reason in data.rejected}
     assert "no room" in reasons["4"] and "no prompt in a column" in reasons["2"] == reasons["3"] != reasons["6"]
     with pytest.raises(UserError, match="has no prompts"):

@@ -247,8 +247,7 @@ class Rollouts:
 
     def _generation(self, rows: np.ndarray, generation: int, step: int) -> list[Rollout]:
         """Complete the prompts of rows [prompts, completions]; called on every rank, with the same result."""
-        assert self.data.prompts is not None
-        prompts = [self.data.prompts.rows[row] for row in rows.ravel()]
+        prompts = [self.data.prompts[row] for row in rows.ravel()]
         completions = self.engine([prompt.ids for prompt in prompts], generation, step)
         answered = list(zip(prompts, completions, strict=True))
         numbers = self.data.train.row_numbers[rows.ravel()].tolist()
