@@ -145,15 +145,14 @@ class DatasetPipeline:
         source: Source | None = None,
     ) -> None:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
-        [self.dataset] = map(parse_name, options.dataset)
         text = options.text
         self.template = find_template(text.prompt_template)
         self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
         self.used: ChooseColumns = tuple if text.makes_rows or text.has_teacher else self.requested.used
         self.prompts: list[Prompt] = []
-        self.source = source or sources.find_source(self.dataset)
-        named = sources.DEFAULT_SAMPLES.get(self.dataset.name)
-        self.samples = named if options.dataset_samples is None else options.dataset_samples
+        [dataset] = map(parse_name, options.dataset)
+        self.source = source or sources.find_source(dataset)
+        self.samples = options.dataset_samples or sources.DEFAULT_SAMPLES.get(dataset.name)
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
         self._reading: Reading | None = None  # known from the first rows on
 
@@ -164,10 +163,10 @@ class DatasetPipeline:
         """
         source = self.source
         if self.options.text.makes_rows:
-            return self._tokenize(source, source.entries(self.samples))
+            return self._tokenize(source.entries(self.samples))
 
         def make() -> tuple[TokenizedRows, DataReport]:
-            made = self._tokenize(source, source.entries(self.samples, used=self.used), show_progress=True)
+            made = self._tokenize(source.entries(self.samples, used=self.used), show_progress=True)
             if source.fingerprint() != source.identity:
                 raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
             return made
@@ -191,27 +190,25 @@ class DatasetPipeline:
 
         def make() -> tuple[TokenizedRows, DataReport]:
             num_rows, chosen = _sample_evenly(self.source.entries(self.samples, used=self.used), _MOST_MEASURED)
-            _, report = self._tokenize(self.source, chosen)
+            _, report = self._tokenize(chosen)
             return NO_ROWS, dataclasses.replace(report, num_rows=num_rows, num_used=len(chosen))
 
         return through_cache(["measured", *self._key], make)[1]
 
-    def _tokenize(
-        self, source: Source, entries: Iterable[Entry], *, show_progress: bool = False
-    ) -> tuple[TokenizedRows, DataReport]:
+    def _tokenize(self, entries: Iterable[Entry], *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
         """Tokenize entries in batches, so that few rows are in memory as text."""
         pieces, lengths = [NO_ROWS], [0]
-        report, left = DataReport(source.origin), iter(entries)
+        report, left = DataReport(self.source.origin), iter(entries)
         tokenize = self._collect_prompts if self.options.text.makes_rows else self._tokenize_batch
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
             while batch := list(islice(left, sources.ROWS_PER_BATCH)):
-                if rows := self._rows(batch, source, report):
-                    piece, of_rows = tokenize(rows, source.origin, report)
+                if rows := self._rows(batch, report):
+                    piece, of_rows = tokenize(rows, report)
                     pieces.append(piece)
                     lengths += of_rows
                 bar.update(len(batch))
         if not self._columns:
-            [(place, reason), *_] = report.places() or [(source.origin, "the dataset is empty")]
+            [(place, reason), *_] = report.places() or [(report.origin, "the dataset is empty")]
             more = f" None of its {report.num_rows:,} rows can be read." if report.num_rows else " Give one with rows."
             raise UserError(f"{place}: {reason}.{more}")
         joined = join_rows(pieces)
@@ -219,24 +216,25 @@ class DatasetPipeline:
         report.count(joined)
         return joined, report
 
-    def _rows(self, entries: Sequence[Entry], source: Source, report: DataReport) -> list[tuple[int, Row, str]]:
+    def _rows(self, entries: Sequence[Entry], report: DataReport) -> list[tuple[int, Row, str]]:
         """(number, row, the folder of its file) of the entries that are rows; the others are in the report."""
         rows: list[tuple[int, Row, str]] = []
         for part, offset, row_number, row in entries:
             if not report.parts or report.parts[-1].offset != offset:
-                report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
+                read = self.source.parts[part]
+                report.parts.append(SourceFile(read.name, read.unit, offset))
             if isinstance(row, BadRow):
                 report.reject(offset + row_number, str(row))
             else:
-                rows.append((offset + row_number, row, source.folder_of(part)))
+                rows.append((offset + row_number, row, self.source.folder_of(part)))
         report.num_rows += len(entries)
         return rows
 
     def _tokenize_batch(
-        self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
+        self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
         """The tokens of rows, and the number of each row's before any are cut."""
-        named = self._named(rows, origin, report)
+        named = self._named(rows, report)
         row_format, text = FORMATS[report.dataset_format], self.options.text
         if text.rating_threshold is not None:
             read = partial(row_format.read, threshold=text.rating_threshold)
@@ -250,16 +248,16 @@ class DatasetPipeline:
         length = self.options.longest_row
         return tokenization.tokenize_batch(named, row_format, renderer, self.tokenizer, length, report)
 
-    def _named(self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport) -> list[tuple[int, Row]]:
+    def _named(self, rows: Sequence[tuple[int, Row, str]], report: DataReport) -> list[tuple[int, Row]]:
         """(number, row) of those that can be used, whose columns are called as their format calls them."""
         num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if len(self._columns) > num_columns or self._reading is None:
             first_rows = [row for _, row, _ in rows[: sources.ROWS_LOOKED_AT]]
             requested = self.requested._replace(name=self._reading.dataset_format) if self._reading else self.requested
-            reading = requested.find(list(self._columns), first_rows, origin)
+            reading = requested.find(list(self._columns), first_rows, report.origin)
             self._reading = reading if self.options.text.image_processor else reading.without_images()
-            _check_objective(self._reading, self.options.text, first_rows, origin)
+            _check_objective(self._reading, self.options.text, first_rows, report.origin)
         report.dataset_format = self._reading.dataset_format
         teachers = preferences.TEACHERS if self.options.text.has_teacher else ()
         report.unused_columns = [column for column in self._columns if column not in {*self._reading.names, *teachers}]
@@ -273,13 +271,13 @@ class DatasetPipeline:
         return named
 
     def _collect_prompts(
-        self, rows: Sequence[tuple[int, Row, str]], origin: str, report: DataReport
+        self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
         """Add prompts, each with all columns, to `prompts`; return their tokens, and with a completion their number."""
         is_first = not self._columns
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
         if is_first:
-            self.requested.check(list(self._columns), origin)
+            self.requested.check(list(self._columns), report.origin)
         renderers, text = dict[str, Renderer](), self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
