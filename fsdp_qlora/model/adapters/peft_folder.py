@@ -193,7 +193,7 @@ def _options(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any], record: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Option -> value that the adapter determines."""
-    options = {
+    return {
         "lora_rank": config.get("r", 8),
         "lora_alpha": config.get("lora_alpha", 8),
         "use_rslora": bool(config.get("use_rslora")),
@@ -206,7 +206,6 @@ def _options(
         ),
         "modules_to_save": tuple(config.get("modules_to_save") or ()),
     }
-    return options
 
 
 def _pattern(pattern: Mapping[str, Any] | None) -> tuple[str, ...]:

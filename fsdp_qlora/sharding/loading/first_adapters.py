@@ -1,8 +1,6 @@
 """Initial values of adapters, computed from the weights in the files or read from a pretrained adapter."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,9 +92,13 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str,
 def fill_from(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
     """Copy the values of a pretrained adapter to the adapter of a loaded model. Collective."""
     parameters = [*adapter_parameters(model), *full_parameters(model)]
-    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
-        for name, parameter in parameters:
-            store_rows(parameter, _rows(file, adapter, name, parameter, mesh))
+    with raise_on_all_ranks(UserError, device):
+        try:
+            with safe_open(adapter.weights, framework="pt") as file:
+                for name, parameter in parameters:
+                    store_rows(parameter, _rows(file, adapter, name, parameter, mesh))
+        except (OSError, SafetensorError, UserError) as error:
+            raise UserError(f"--adapter {adapter.folder} cannot be used: {error}. Restore the file.") from error
     log.info("The adapter starts from %s (%d tensors).", adapter.folder, len(parameters))
 
 
@@ -107,13 +109,3 @@ def _rows(file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Ten
     if not rows.isfinite().all():
         raise UserError(f"{name} has values that are not finite")
     return rows
-
-
-@contextlib.contextmanager
-def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
-    """Raise the same error on every rank if one fails in the block, which has no collectives."""
-    with raise_on_all_ranks(UserError, device):
-        try:
-            yield
-        except (OSError, SafetensorError, UserError) as error:
-            raise UserError(f"--adapter {adapter.folder} cannot be used: {error}. Restore the file.") from error
