@@ -71,7 +71,7 @@ class ModelParts:
     def kinds(self, module: nn.Module) -> "Counter[Kind]":
         """The number of parameters of each kind in a part of the model. Cached, since a plan calls it many times."""
         if module not in self._kinds:
-            self._kinds[module] = Counter(each_parameter(module).values())
+            self._kinds[module] = kinds_of(module)
         return self._kinds[module]
 
     @functools.cached_property
@@ -161,6 +161,11 @@ def count_parameters(parts: ModelParts) -> dict[str, int]:
         "quantized": sum(kind.num_weights for kind in base.values() if kind.category == "codes"),
         "trainable": sum(kind.num_weights for kind in kinds.values() if kind.category == "trainable"),
     }
+
+
+def kinds_of(module: nn.Module) -> Counter[Kind]:
+    """The number of parameters of each kind in a module."""
+    return Counter(each_parameter(module).values())
 
 
 def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
