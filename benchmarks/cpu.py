@@ -67,7 +67,8 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.adapters.dora import DoraLinear
 from fsdp_qlora.model.adapters.first_values import first_adapter_value
 from fsdp_qlora.model.adapters.lora import LoraLinear
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.model.quantizers.base import QuantizedLinear
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
@@ -115,9 +116,10 @@ def adapted_linear(args: argparse.Namespace, folder: Path, *, use_dora: bool) ->
     return {name: functools.partial(run, layer) for name, layer in layers.items()}
 
 
-def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> Bnb4bitLinear:
+def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> QuantizedLinear:
     """The package's 4-bit layer, gathered from its single shard."""
-    layer = Bnb4bitLinear(linear, quant_type="nf4", double_quant=True, compute_dtype=torch.float32)
+    options = {"quant_type": "nf4", "double_quant": True, "compute_dtype": torch.float32}
+    layer = QUANTIZERS["bnb_4bit"].linear(linear, **options)
     layer.to_empty(device="cpu")
     for name, parameter in list(layer.named_parameters()):
         sharded = distribute_tensor(parameter.data, mesh, [Shard(0)])
@@ -129,7 +131,7 @@ def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> Bnb4bitLinear:
     return layer
 
 
-def our_layer(kind: type[LoraLinear | DoraLinear], base: Bnb4bitLinear, rank: int) -> nn.Module:
+def our_layer(kind: type[LoraLinear | DoraLinear], base: QuantizedLinear, rank: int) -> nn.Module:
     layer = kind(base, rank=rank, scaling=2.0, dropout=0.0)
     layer.lora.to_empty(device="cpu")
     nn.init.normal_(layer.lora.lora_A.weight, std=0.02)

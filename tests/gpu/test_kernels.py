@@ -10,9 +10,9 @@ from torch import nn
 
 from fsdp_qlora.model.adapters.first_values import principal_factors
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, write_bytes
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear, quantize_blocks
-from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear, _pack, _quantize_groups
-from fsdp_qlora.model.quantizers.int8 import Int8Linear
+from fsdp_qlora.model.quantizers.bnb_4bit import quantize_blocks
+from fsdp_qlora.model.quantizers.hqq import _pack, _quantize_groups
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from tests.gpu.check import HAS_VALUES, holds, same
 
 # The last three: rows that end in half a block, in a part of one, and weights that do not fill their last block.
@@ -31,8 +31,12 @@ def _inputs(rows: int, features: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, features, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
 
-def _linear(shape: tuple[int, ...]) -> nn.Linear:
-    return nn.Linear(shape[1], shape[0], bias=False, device="meta")
+def _layer(quantizer: str, shape: tuple[int, ...], *, transposed: bool = False, **options: Any) -> Any:
+    """A linear layer, or experts where the shape has three sizes."""
+    layers: Any = QUANTIZERS[quantizer]
+    if len(shape) == 2:
+        return layers.linear(nn.Linear(shape[1], shape[0], bias=False, device="meta"), **options)
+    return layers.experts(nn.Parameter(torch.empty(shape, device="meta")), transposed=transposed, **options)
 
 
 def _filled(layer: QuantizedWeight, **values: torch.Tensor) -> QuantizedWeight:
@@ -47,13 +51,8 @@ def _filled(layer: QuantizedWeight, **values: torch.Tensor) -> QuantizedWeight:
 def four_bit(
     shape: tuple[int, ...], quant_type: str, double_quant: bool, dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """A linear layer, or experts where the shape has three sizes."""
     options: dict[str, Any] = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": dtype}
-    layer: QuantizedWeight
-    if len(shape) == 2:
-        layer = Bnb4bitLinear(_linear(shape), **options)
-    else:
-        layer = Bnb4bitExperts(nn.Parameter(torch.empty(shape, device="meta")), transposed=False, **options)
+    layer = _layer("bnb_4bit", shape, transposed=False, **options)
     codes, absmax = quantize_blocks(_weight(shape), quant_type)
     if not double_quant:
         return _filled(layer, weight=codes, absmax=absmax)
@@ -63,17 +62,13 @@ def four_bit(
 
 def hqq(shape: tuple[int, ...], n_bits: int, dtype: torch.dtype = torch.float32) -> QuantizedWeight:
     options: dict[str, Any] = {"n_bits": n_bits, "group_size": 64, "compute_dtype": dtype}
-    layer: QuantizedWeight
-    if len(shape) == 2:
-        layer = HqqLinear(_linear(shape), **options)
-    else:
-        layer = HqqExperts(nn.Parameter(torch.empty(shape, device="meta")), transposed=True, **options)
+    layer = _layer("hqq", shape, transposed=True, **options)
     codes, scale_zero = _quantize_groups(_weight(shape), n_bits, 64)
     return _filled(layer, weight=_pack(codes, n_bits), scale_zero=scale_zero)
 
 
 def int8(shape: tuple[int, ...], threshold: float, dtype: torch.dtype = torch.float32) -> QuantizedWeight:
-    layer = Int8Linear(_linear(shape), int8_threshold=threshold, compute_dtype=dtype)
+    layer = _layer("int8", shape, int8_threshold=threshold, compute_dtype=dtype)
     codes, row_scale, _ = bnb.int8_vectorwise_quant(_weight(shape).half())
     missing = layer.weight.shape[1] * layer.weight.element_size() - shape[1]
     return _filled(layer, weight=nn.functional.pad(codes, (0, missing)), row_scale=row_scale)

@@ -127,17 +127,18 @@ def test_a_starting_block_prefetches_the_next_one(
 
 def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
     import train
-    from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts
+    from fsdp_qlora.model.quantizers.table import QUANTIZERS
 
-    load = Bnb4bitExperts.load_shard
+    kind: Any = QUANTIZERS["bnb_4bit"].experts
+    load = kind.load_shard
 
-    def load_wrongly(self: Bnb4bitExperts, values: torch.Tensor, mesh: Any) -> None:
+    def load_wrongly(self: Any, values: torch.Tensor, mesh: Any) -> None:
         load(self, values, mesh)
         local = local_part(self.weight).view(torch.uint8).view(-1)
         local[int(local.numel() * where)] ^= 1
 
     if where is not None:
-        Bnb4bitExperts.load_shard = load_wrongly  # type: ignore[method-assign]
+        kind.load_shard = load_wrongly
     return train.main(argv)
 
 

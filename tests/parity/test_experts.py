@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from fsdp_qlora.export import save_results as saving
 from fsdp_qlora.model.adapters.first_values import LiveValues
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts
 from fsdp_qlora.model.quantizers.routed import expert_parameters, route_experts, router_linears
+from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.utils import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
 from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
@@ -174,7 +174,7 @@ def _save_shards(folder: Path) -> int:
     for shape in SHAPES:
         for transposed in (False, True):
             meta = nn.Parameter(torch.empty(shape, device="meta"))
-            experts = Bnb4bitExperts(
+            experts = QUANTIZERS["bnb_4bit"].experts(  # type: ignore[misc]
                 meta, transposed=transposed, quant_type="nf4", double_quant=True, compute_dtype=torch.float32
             )
             fully_shard(experts, mesh=mesh)

@@ -30,15 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
-from fsdp_qlora.model.quantizers.base import (
-    Matrix,
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizedWeight,
-    StoredParameter,
-    row_bytes,
-    write_bytes,
-)
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -223,14 +215,6 @@ class Bnb4bitWeight(QuantizedWeight):
             "double_quant": self.double_quant,
             "bitsandbytes": bitsandbytes.__version__,
         }
-
-
-class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
-    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
-
-
-class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
-    """The experts of a layer in bitsandbytes' 4-bit packing."""
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,14 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
-from fsdp_qlora.model.quantizers.base import (
-    Matrix,
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizedWeight,
-    StoredParameter,
-    write_bytes,
-)
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -115,14 +108,6 @@ class Mxfp4Weight(E2m1Weight):
         return (exponent - _LARGEST_EXPONENT).clamp(min=0).to(torch.uint8)
 
 
-class Mxfp4Linear(QuantizedLinear, Mxfp4Weight):
-    """A linear layer with its weight in MXFP4."""
-
-
-class Mxfp4Experts(QuantizedExperts, Mxfp4Weight):
-    """The experts of a layer in MXFP4."""
-
-
 class Nvfp4Weight(E2m1Weight):
     """Weights in NVFP4: code * scale / global_scale.
 
@@ -181,14 +166,6 @@ class Nvfp4Weight(E2m1Weight):
     def stored_parameters(self) -> dict[str, StoredParameter]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
         return {**super().stored_parameters(), ".global_scale": StoredParameter("global_scale", form)}
-
-
-class Nvfp4Linear(QuantizedLinear, Nvfp4Weight):
-    """A linear layer with its weight in NVFP4."""
-
-
-class Nvfp4Experts(QuantizedExperts, Nvfp4Weight):
-    """The experts of a layer in NVFP4."""
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.quantizers.base import (
-    Matrix,
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizedWeight,
-    StoredParameter,
-    row_bytes,
-)
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
@@ -95,14 +88,6 @@ class Fp8Weight(QuantizedWeight):
 
     def code_settings(self) -> dict[str, Any]:
         return {"format": "fp8"}
-
-
-class Fp8Linear(QuantizedLinear, Fp8Weight):
-    """A linear layer with its weight in FP8."""
-
-
-class Fp8Experts(QuantizedExperts, Fp8Weight):
-    """The experts of a layer in FP8."""
 
 
 def block_scales(rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype) -> torch.Tensor:

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.model.quantizers.base import (
-    Matrix,
-    QuantizedExperts,
-    QuantizedLinear,
-    QuantizedWeight,
-    StoredParameter,
-)
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -85,14 +79,6 @@ class HqqWeight(QuantizedWeight):
             "hqq": hqq.__version__,
             "torch": torch.__version__,  # the solver uses its operations
         }
-
-
-class HqqLinear(QuantizedLinear, HqqWeight):
-    """A linear layer with its weight in HQQ's codes."""
-
-
-class HqqExperts(QuantizedExperts, HqqWeight):
-    """The experts of a layer in HQQ's codes."""
 
 
 def _groups_at_a_time(device: torch.device, group_size: int, piece: int = 2**22) -> int:

@@ -8,7 +8,7 @@ import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, row_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
@@ -69,10 +69,6 @@ class Int8Weight(QuantizedWeight):
 
     def code_settings(self) -> dict[str, Any]:
         return {"bitsandbytes": bitsandbytes.__version__}  # the threshold concerns activations only
-
-
-class Int8Linear(QuantizedLinear, Int8Weight):
-    """A linear layer in LLM.int8."""
 
 
 @functools.cache

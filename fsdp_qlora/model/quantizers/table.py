@@ -1,6 +1,6 @@
 """The QUANTIZERS table, and the replacement of a meta model's layers by quantized ones.
 
-A quantizer is a module with one subclass of QuantizedWeight, the layers built on it, and one row of QUANTIZERS.
+A quantizer is a module with one subclass of QuantizedWeight, and one row of QUANTIZERS.
 """
 
 from collections.abc import Iterable
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear
-from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
-from fsdp_qlora.model.quantizers.e2m1 import Mxfp4Experts, Mxfp4Linear, Nvfp4Experts, Nvfp4Linear
-from fsdp_qlora.model.quantizers.fp8 import Fp8Experts, Fp8Linear
-from fsdp_qlora.model.quantizers.hqq import HqqExperts, HqqLinear
-from fsdp_qlora.model.quantizers.int8 import Int8Linear
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedLinear, QuantizedWeight
+from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight
+from fsdp_qlora.model.quantizers.e2m1 import Mxfp4Weight, Nvfp4Weight
+from fsdp_qlora.model.quantizers.fp8 import Fp8Weight
+from fsdp_qlora.model.quantizers.hqq import HqqWeight
+from fsdp_qlora.model.quantizers.int8 import Int8Weight
 from fsdp_qlora.model.quantizers.routed import is_transposed
 
 
@@ -24,13 +24,21 @@ class Quantizer(NamedTuple):
     experts: type[QuantizedExperts] | None
 
 
+def _layers_of(weight: type[QuantizedWeight], *, has_experts: bool = True) -> Quantizer:
+    """The layers that keep such weights, named as their class: Fp8Linear and Fp8Experts of Fp8Weight."""
+    name = weight.__name__.removesuffix("Weight")
+    linear: Any = type(f"{name}Linear", (QuantizedLinear, weight), {})
+    experts: Any = type(f"{name}Experts", (QuantizedExperts, weight), {}) if has_experts else None
+    return Quantizer(linear, experts)
+
+
 QUANTIZERS: dict[str, Quantizer] = {
-    "bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts),
-    "hqq": Quantizer(HqqLinear, HqqExperts),
-    "int8": Quantizer(Int8Linear, None),
-    "mxfp4": Quantizer(Mxfp4Linear, Mxfp4Experts),
-    "nvfp4": Quantizer(Nvfp4Linear, Nvfp4Experts),
-    "fp8": Quantizer(Fp8Linear, Fp8Experts),
+    "bnb_4bit": _layers_of(Bnb4bitWeight),
+    "hqq": _layers_of(HqqWeight),
+    "int8": _layers_of(Int8Weight, has_experts=False),
+    "mxfp4": _layers_of(Mxfp4Weight),
+    "nvfp4": _layers_of(Nvfp4Weight),
+    "fp8": _layers_of(Fp8Weight),
 }
 
 
