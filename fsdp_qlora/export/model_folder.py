@@ -220,8 +220,7 @@ def _write_statistics(
     contents = {"absmax": absmax}
     if layer.double_quant:
         contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)
-    for suffix, stored in layer.stored_parameters().items():
-        if stored.parameter in contents:
-            files.write(weight + suffix, 0, contents[stored.parameter].cpu())
+    for name, values in contents.items():
+        files.write(f"{weight}.{name}", 0, values.cpu())
     for suffix, whole in layer.stored_whole(dtype).items():
         files.write(weight + suffix, 0, whole)

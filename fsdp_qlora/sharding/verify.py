@@ -116,9 +116,9 @@ def _has_stored_values(layer: QuantizedWeight | nn.Linear, weight: str, weights:
 
 def _has_stored_bytes(layer: QuantizedWeight, weight: str, weights: Weights) -> bool:
     """Whether a gathered layer consists of the bytes in the files."""
-    for suffix, stored in layer.stored_parameters().items():
-        expected = weights.files.read_flat(weights.sources[weight + suffix], 0, stored.form.num_bytes)
-        if not torch.equal(layer.stored_bytes(stored)[: stored.form.num_bytes].cpu(), expected):
+    for suffix, form in layer.stored_forms().items():
+        expected = weights.files.read_flat(weights.sources[weight + suffix], 0, form.num_bytes)
+        if not torch.equal(layer.stored_bytes(suffix)[: form.num_bytes].cpu(), expected):
             return False
     return True
 

@@ -20,13 +20,6 @@ _DECODED_BYTES = 4 * 2**20
 _ALIGNED_ROWS = 256  # rows of codes after which a group of every quantization statistic begins
 
 
-class StoredParameter(NamedTuple):
-    """A layer's parameter as a tensor in a file: its bytes row by row, without the padding of the last row."""
-
-    parameter: str
-    form: TensorForm
-
-
 class Matrix(NamedTuple):
     """Selects a matrix of a stored weight.
 
@@ -206,8 +199,11 @@ class QuantizedWeight(nn.Module):
 
     # ---- in files ----
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
-        """Suffix of the weight's name in a file -> the parameter that is stored under it."""
+    def stored_forms(self) -> dict[str, TensorForm]:
+        """Suffix of the weight's name in a file -> the parameter as a tensor there: "" is `weight`, ".scale" `scale`.
+
+        It has the parameter's bytes row by row, without the padding of the last row.
+        """
         raise NotImplementedError
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -225,16 +221,20 @@ class QuantizedWeight(nn.Module):
         """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
         raise NotImplementedError
 
-    def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
-        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
-        parameter = getattr(self, stored.parameter)
-        first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
-        return min(first, stored.form.num_bytes), min(last, stored.form.num_bytes)
+    def stored_parameter(self, suffix: str) -> nn.Parameter:
+        """The parameter that `stored_forms` has under this suffix."""
+        parameter: nn.Parameter = getattr(self, suffix.removeprefix(".") or "weight")
+        return parameter
 
-    def stored_bytes(self, stored: StoredParameter) -> torch.Tensor:
+    def stored_range(self, suffix: str, mesh: DeviceMesh) -> tuple[int, int]:
+        """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
+        parameter, most = self.stored_parameter(suffix), self.stored_forms()[suffix].num_bytes
+        first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
+        return min(first, most), min(last, most)
+
+    def stored_bytes(self, suffix: str) -> torch.Tensor:
         """The bytes of this rank's shard, uint8. At the end of the tensor they may exceed `stored_range`."""
-        parameter = getattr(self, stored.parameter)
-        return local_part(parameter).detach().reshape(-1).view(torch.uint8)
+        return local_part(self.stored_parameter(suffix)).detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
@@ -342,6 +342,6 @@ def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:
     """The dtypes and shapes of a quantized weight's tensors in a file."""
-    forms = {weight + suffix: stored.form for suffix, stored in layer.stored_parameters().items()}
+    forms = {weight + suffix: form for suffix, form in layer.stored_forms().items()}
     whole = layer.stored_whole()
     return forms | {weight + suffix: TensorForm(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}

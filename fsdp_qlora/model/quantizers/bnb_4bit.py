@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes, write_bytes
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -155,14 +155,14 @@ class Bnb4bitWeight(QuantizedWeight):
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
-        stored = {"": StoredParameter("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
+    def stored_forms(self) -> dict[str, TensorForm]:
+        stored = {"": TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
         if not self.double_quant:
-            return stored | {".absmax": StoredParameter("absmax", TensorForm(torch.float32, (self.num_blocks,)))}
+            return stored | {".absmax": TensorForm(torch.float32, (self.num_blocks,))}
         nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
         return stored | {
-            ".absmax": StoredParameter("absmax", TensorForm(torch.uint8, (self.num_blocks,))),
-            ".nested_absmax": StoredParameter("nested_absmax", TensorForm(torch.float32, (nested,))),
+            ".absmax": TensorForm(torch.uint8, (self.num_blocks,)),
+            ".nested_absmax": TensorForm(torch.float32, (nested,)),
         }
 
     def _state(self) -> dict[str, Any]:

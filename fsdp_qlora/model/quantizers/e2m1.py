@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -80,11 +80,11 @@ class E2m1Weight(QuantizedWeight):
             codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
         return torch.cat(codes), torch.cat(scales)
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
+    def stored_forms(self) -> dict[str, TensorForm]:
         groups = -(-math.prod(self.shape) // self.group_size)
         return {
-            "": StoredParameter("weight", TensorForm(torch.uint8, (groups, self.group_size // 2))),
-            ".scale": StoredParameter("scale", TensorForm(torch.uint8, (groups,))),
+            "": TensorForm(torch.uint8, (groups, self.group_size // 2)),
+            ".scale": TensorForm(torch.uint8, (groups,)),
         }
 
     def code_settings(self) -> dict[str, Any]:
@@ -163,9 +163,9 @@ class Nvfp4Weight(E2m1Weight):
         write_bytes(self.scale, scales)
         write_bytes(self.global_scale, of_all[slice(*own_rows(self.global_scale, mesh))])
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
+    def stored_forms(self) -> dict[str, TensorForm]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
-        return {**super().stored_parameters(), ".global_scale": StoredParameter("global_scale", form)}
+        return {**super().stored_forms(), ".global_scale": form}
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:

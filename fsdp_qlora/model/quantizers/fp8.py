@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
@@ -80,10 +80,10 @@ class Fp8Weight(QuantizedWeight):
         codes, scale = quantize_blocks(values.reshape(-1, self.row_weights))
         return self._filled_up(codes), scale
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
+    def stored_forms(self) -> dict[str, TensorForm]:
         return {
-            "": StoredParameter("weight", TensorForm(torch.uint8, (len(self.weight), row_bytes(self.weight)))),
-            ".scale": StoredParameter("scale", TensorForm(torch.float32, tuple(self.scale.shape))),
+            "": TensorForm(torch.uint8, (len(self.weight), row_bytes(self.weight))),
+            ".scale": TensorForm(torch.float32, tuple(self.scale.shape)),
         }
 
     def code_settings(self) -> dict[str, Any]:

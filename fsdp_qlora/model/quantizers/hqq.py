@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -62,11 +62,11 @@ class HqqWeight(QuantizedWeight):
         codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
         return _pack(codes, self.n_bits), scale_zero
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
+    def stored_forms(self) -> dict[str, TensorForm]:
         num_groups = self.scale_zero.shape[0]
         return {
-            "": StoredParameter("weight", TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8))),
-            ".scale_zero": StoredParameter("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
+            "": TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8)),
+            ".scale_zero": TensorForm(torch.float16, (num_groups, 2)),
         }
 
     def code_settings(self) -> dict[str, Any]:

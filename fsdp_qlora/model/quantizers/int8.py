@@ -8,7 +8,7 @@ import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, StoredParameter, row_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
@@ -61,10 +61,10 @@ class Int8Weight(QuantizedWeight):
         codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
         return self._filled_up(codes), row_scale
 
-    def stored_parameters(self) -> dict[str, StoredParameter]:
+    def stored_forms(self) -> dict[str, TensorForm]:
         return {
-            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes(self.weight)))),
-            ".row_scale": StoredParameter("row_scale", TensorForm(torch.float32, (self.shape[0],))),
+            "": TensorForm(torch.int8, (self.shape[0], row_bytes(self.weight))),
+            ".row_scale": TensorForm(torch.float32, (self.shape[0],)),
         }
 
     def code_settings(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def find_decoded(
         Name in the model -> tensor decoded as it is read; and names of tensors that the model itself does not have.
     """
     decoded: dict[str, DecodedTensor] = {
-        name: _RoundedDouble(name, entry.shape) for name, entry in entries.items() if entry.dtype == torch.float64
+        name: _Float32(name, entry) for name, entry in entries.items() if entry.dtype == torch.float64
     }
     if stored is None:
         return decoded, set()
@@ -125,21 +125,23 @@ def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple
         if f"{base}.scale" not in names:
             continue
         if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:  # a scale of 8 or 16 bits
-            found[name] = _Float32Bytes(source, entry)
+            found[name] = _Float32(source, entry, in_bytes=True)
             unused.add(source)
         else:
             entries[name] = entries.pop(source).in_bytes()
     return found, unused
 
 
-class _RoundedDouble(DecodedTensor):
-    """A float64 tensor, rounded to float32."""
+class _Float32(DecodedTensor):
+    """A tensor of other floats as float32, or as the bytes of that."""
 
-    def __init__(self, name: str, shape: torch.Size) -> None:
-        super().__init__([name], shape, torch.float32, unit=1)
+    def __init__(self, name: str, entry: StoredTensor, *, in_bytes: bool = False) -> None:
+        rounded = entry._replace(dtype=torch.float32)
+        rounded = rounded.in_bytes() if in_bytes else rounded
+        super().__init__([name], rounded.shape, rounded.dtype, unit=torch.float32.itemsize // rounded.dtype.itemsize)
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        return read(self.parts[0], begin, end).float()
+        return read(self.parts[0], begin, end).float().view(self.dtype)
 
 
 def _decoded_weight(
@@ -316,14 +318,3 @@ def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     numbers = F.pad(words, (0, 1)).long() & 0xFFFFFFFF
     pairs = numbers[:, at // 32] | numbers[:, at // 32 + 1] << 32
     return pairs >> at % 32 & 2**bits - 1
-
-
-class _Float32Bytes(DecodedTensor):
-    """The bytes of a tensor of floats as float32."""
-
-    def __init__(self, name: str, entry: StoredTensor) -> None:
-        shape = entry._replace(dtype=torch.float32).in_bytes().shape
-        super().__init__([name], shape, torch.uint8, unit=torch.float32.itemsize)
-
-    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
-        return read(self.parts[0], begin, end).float().view(torch.uint8)

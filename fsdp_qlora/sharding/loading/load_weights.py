@@ -20,7 +20,7 @@ from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
-from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
@@ -142,11 +142,11 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
     """The tensors of a quantized weight, as bytes (flat, or of each expert). Each rank reads those of its shards."""
     targets: dict[str, _Target] = {}
     num_experts = layer.shape[0] if isinstance(layer, QuantizedExperts) else 1
-    for suffix, stored in layer.stored_parameters().items():
-        size, rest = divmod(stored.form.num_bytes, num_experts)
-        shape = torch.Size([stored.form.num_bytes] if rest else [num_experts, size])
-        bounds = functools.partial(layer.stored_range, stored)
-        store = functools.partial(_store_bytes, layer, stored, weight + suffix)
+    for suffix, form in layer.stored_forms().items():
+        size, rest = divmod(form.num_bytes, num_experts)
+        shape = torch.Size([form.num_bytes] if rest else [num_experts, size])
+        bounds = functools.partial(layer.stored_range, suffix)
+        store = functools.partial(_store_bytes, layer.stored_parameter(suffix), form.dtype, weight + suffix)
         targets[weight + suffix] = _Target(shape, bounds, store)
     for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
         targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
@@ -154,11 +154,11 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
 
 
 def _store_bytes(
-    layer: QuantizedWeight, stored: StoredParameter, name: str, values: torch.Tensor, mesh: DeviceMesh
+    parameter: nn.Parameter, dtype: torch.dtype, name: str, values: torch.Tensor, mesh: DeviceMesh
 ) -> None:
-    if stored.form.dtype.is_floating_point:
-        check_finite(values.view(stored.form.dtype), name)
-    write_bytes(getattr(layer, stored.parameter), values)
+    if dtype.is_floating_point:
+        check_finite(values.view(dtype), name)
+    write_bytes(parameter, values)
 
 
 def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -1,7 +1,7 @@
 """A cache of quantized weights on disk: later starts read a quarter of the bytes and quantize nothing.
 
 An entry is a folder ROOT/KEY with checksums.json and safetensors files of the quantized layers' whole parameters as
-`stored_parameters` describes them (4-bit ones in bitsandbytes' format, see bnb_4bit.py). Any number of ranks can read
+`stored_forms` describes them (4-bit ones in bitsandbytes' format, see bnb_4bit.py). Any number of ranks can read
 its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
 and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
 unlocked leftovers.
@@ -93,7 +93,7 @@ def cache_key(
         "layers": [
             [
                 *(weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings()),
-                [[suffix, str(part.form.dtype), part.form.shape] for suffix, part in layer.stored_parameters().items()],
+                [[suffix, str(form.dtype), form.shape] for suffix, form in layer.stored_forms().items()],
             ]
             for weight, layer in layers.items()
         ],
@@ -236,9 +236,9 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
 
 def _write_part(files: PackedFiles, weight: str, layer: QuantizedWeight, weights: Weights, mesh: DeviceMesh) -> None:
     """Write this rank's part of a layer. The first rank writes the tensors that every rank has."""
-    for suffix, stored in layer.stored_parameters().items():
-        start, stop = layer.stored_range(stored, mesh)
-        files.write(weight + suffix, start, layer.stored_bytes(stored)[: stop - start].cpu())
+    for suffix in layer.stored_forms():
+        start, stop = layer.stored_range(suffix, mesh)
+        files.write(weight + suffix, start, layer.stored_bytes(suffix)[: stop - start].cpu())
     if shard_rank(mesh) == 0:
         for suffix, whole in layer.stored_whole(weights.files.dtype(weights.sources[weight])).items():
             files.write(weight + suffix, 0, whole)
