@@ -6,6 +6,7 @@ Shapes: N tokens with a target, hidden size H, vocabulary V: hidden [N, H], weig
 Where ranks share a head, each has some rows of the weight, and N is the same on all of them.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from fsdp_qlora.model.architecture.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import shared_head_of
 from fsdp_qlora.training import divergence
 from fsdp_qlora.training.divergence import Likeliest, Teacher, Vocabulary, WholeVocabulary
@@ -380,7 +380,8 @@ def loss_of_logits(
         return loss_of_logits(model, inputs, rows, targets, temperature=temperature, reduction="none")[0] @ reduction
     if isinstance(reduction, Teacher | Likeliest):
         raise UserError("--objective distill needs the loss in chunks, which this model does not allow.")
-    skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
+    takes_rows = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    skips = len(inputs["input_ids"]) == 1 and takes_rows
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits
     copies = len(logits) // len(inputs["input_ids"])
     logits = logits.flatten(0, 1) if skips else logits.flatten(0, 1).index_select(0, _rows_of(rows, inputs, copies))

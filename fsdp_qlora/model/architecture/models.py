@@ -323,11 +323,6 @@ def most_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
-def at_most_positions(config: PretrainedConfig, length: int) -> int:
-    """The smaller of `length` and the largest number of tokens that the model supports."""
-    return min(length, most_positions(config) or length)
-
-
 def _decoder(model: nn.Module) -> nn.Module:
     """The part through which all text passes. A module that transformers has not built is its own decoder."""
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
@@ -435,11 +430,6 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
 def has_tied_embeddings(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def can_skip_logits(model: PreTrainedModel) -> bool:
-    """Whether the model's forward method can compute logits at selected positions only."""
-    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
