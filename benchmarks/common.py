@@ -133,7 +133,7 @@ def build_run(
         config,
         plan,
         load_model.build_trainer(config, plan, ranks),
-        model_parts.count_parameters(model_parts.ModelParts.of(model)),
+        model_parts.count_parameters(model_parts.ModelParts(model)),
         account,
         built.documents or model.config._attn_implementation,
     )

@@ -18,7 +18,7 @@ from fsdp_qlora.config.options import MOST_OF_AUTO
 from fsdp_qlora.data.batches import tokenization
 from fsdp_qlora.data.batches.cache import join_cached
 from fsdp_qlora.data.batches.rows import NO_ROWS, DataReport, TokenizedRows
-from fsdp_qlora.data.batches.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
+from fsdp_qlora.data.batches.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.pipeline import DataOptions, DatasetPipeline, Prompt, check_report
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import check_weights, parse_eval_names, parse_name
@@ -74,11 +74,6 @@ class RunData:
     def have_images(self) -> bool:
         """Whether rows have images."""
         return len(self.train.images) + len(self.evaluation.images) > 0
-
-    @property
-    def source(self) -> RowSource:
-        """Gives the rows to train on."""
-        return RowsInMemory(self.train, self.train_rows)
 
     @property
     def eval_rows(self) -> np.ndarray:
@@ -154,8 +149,9 @@ def prepare_data(
         data = _with_evaluation(
             data, _prepare_each(list(eval_names.values()), tokenizer, whole, vocab_size), eval_names
         )
+    first, template = data.reports[0], find_template(options.text.prompt_template)
     provenance = {
-        "prompt": record_of(data.reports[0], options),
+        "prompt": prompt_record(first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled),
         "data": list(map(describe_dataset, options.dataset, data.reports)),
         "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports)),
     }
@@ -201,12 +197,6 @@ def _choose_context_length(
     which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
     log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
     return chosen
-
-
-def record_of(report: DataReport, options: DataOptions) -> dict[str, Any]:
-    """How the rows of a dataset became text, as `prompt_record`."""
-    chosen = find_template(options.text.prompt_template)
-    return prompt_record(report.dataset_format, chosen, is_chat=report.is_chat, is_filled=report.is_filled)
 
 
 class Prepared(NamedTuple):

@@ -136,7 +136,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
         )
     targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
     modules = [path for path, _ in model.named_modules()]
-    parts = ModelParts.of(model)
+    parts = ModelParts(model)
     _check_blocks_share_nothing(parts.blocks, config)
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
     trained = [path for path, module in model.named_modules() if module in new]

@@ -4,7 +4,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ class Offload(NamedTuple):
     embeddings: bool = False
 
 
-@dataclass(frozen=True)
 class ModelParts:
     """The modules of a built model that are sharded, offloaded and gathered as units.
 
@@ -34,24 +32,12 @@ class ModelParts:
     `find_towers`.
     """
 
-    model: PreTrainedModel
-    blocks: nn.ModuleList
-    embedding: nn.Module
-    head: nn.Module | None
-    is_tied: bool
-    towers: Mapping[str, nn.Module]
-    _kinds: dict[nn.Module, "Counter[Kind]"] = field(default_factory=dict, repr=False, compare=False)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "ModelParts":
-        return cls(
-            model,
-            find_blocks(model),
-            model.get_input_embeddings(),
-            model.get_output_embeddings(),
-            has_tied_embeddings(model),
-            find_towers(model),
-        )
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.blocks, self.towers = model, find_blocks(model), find_towers(model)
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.head: nn.Module | None = model.get_output_embeddings()
+        self.is_tied = has_tied_embeddings(model)
+        self._kinds: dict[nn.Module, Counter[Kind]] = {}
 
     @property
     def in_order(self) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from fsdp_qlora.config.objectives import PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.data.batches.cache import add_reference
 from fsdp_qlora.data.batches.micro_batch import Collator
-from fsdp_qlora.data.batches.schedule import RowSource, Schedule
+from fsdp_qlora.data.batches.schedule import RowsInMemory, RowSource, Schedule
 from fsdp_qlora.data.batches.taught import OfTargets
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.context import join_context
@@ -262,7 +262,7 @@ def shares_prompts(plan: Plan, probed: Probed) -> bool:
 def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path, *, run_id: str) -> RowSource:
     """The source of a run's rows: its data, or answers to its prompts."""
     if not plan.data.prompts:
-        return plan.data.source
+        return RowsInMemory(plan.data.train, plan.data.train_rows)
     assert plan.scorer is not None
     stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
     looks_back, told = config.num_iterations > 1 or config.rollout_url, trainer.collator.of_targets

@@ -242,7 +242,7 @@ def _compare(folders: dict[str, str]) -> int:
 
     def sharded(model: Any) -> tuple[Any, Any]:
         fp32 = PRECISIONS["fp32"]
-        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32)
+        shard_model(ModelParts(model), mesh, sharding_strategy="full_shard", precision=fp32)
         return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():

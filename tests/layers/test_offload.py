@@ -105,7 +105,7 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
     model.config = LlamaConfig()  # type: ignore[assignment]
     expected = gradients(copy.deepcopy(model))
     wrap_blocks(model, num_blocks=recomputed, offload=False)
-    modules = ModelParts.of(model).in_order  # type: ignore[arg-type]
+    modules = ModelParts(model).in_order  # type: ignore[arg-type]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     places = split_arena([parameter.numel() * 4 for parameter in frozen], pinned=False)
     for parameter, place in zip(frozen, places, strict=True):

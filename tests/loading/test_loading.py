@@ -72,7 +72,7 @@ def _load(folder: Path, result: Path) -> int:
     start_process_group(ranks)
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
-    parts = model_parts.ModelParts.of(model)
+    parts = model_parts.ModelParts(model)
     parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision)
     counts = model_parts.count_bytes(model_parts.kinds_of(model), ranks.world_size)
     shard = sum(part.largest_shard for part in counts.values())

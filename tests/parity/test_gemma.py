@@ -144,7 +144,7 @@ def test_a_run_is_a_plain_loop_of_peft(form: str, run: str, folders: Folders, tm
 
 def test_per_layer_embeddings_are_looked_up_as_the_tokens_are(folders: Folders) -> None:
     model = AutoModelForCausalLM.from_pretrained(folders("e4b"))
-    assert ModelParts.of(model).token_tables == [model.model.embed_tokens_per_layer]
+    assert ModelParts(model).token_tables == [model.model.embed_tokens_per_layer]
 
 
 def test_a_router_that_is_a_module_is_not_quantized() -> None:

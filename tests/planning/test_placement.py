@@ -265,7 +265,7 @@ def test_vision_tower_is_planned_as_it_runs() -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
         pixels = torch.empty(2, 3, 448, 448, dtype=torch.bfloat16)
-    parts = ModelParts.of(model)
+    parts = ModelParts(model)
     step = Step(
         precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=64,
         recomputing=2, image_values=pixels.numel(),
