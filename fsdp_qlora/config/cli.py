@@ -26,7 +26,6 @@ from fsdp_qlora.config.text import (
     find_config,
     option_help,
     parse_number,
-    read_options,
     resolved_options,
     shipped_configs,
     switch,
@@ -34,11 +33,13 @@ from fsdp_qlora.config.text import (
     value_text,
 )
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.text import cut
 
 _HINTS = option_types()
 _KNOWN = (*_HINTS, *OLDER)
 _MOST_ERRORS = 20  # of a file
+_MOST_BYTES = 2**20  # of a file, which may be a stranger's
 # How an option is written, alone and with a value.
 _AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
 
@@ -271,7 +272,7 @@ def _words(value: yaml.Node) -> list[str] | None:
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
         # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
-        root = yaml.compose(read_options(path, f"--config {path}"), Loader=yaml.SafeLoader)
+        root = yaml.compose(read_named(path, _MOST_BYTES).decode(), Loader=yaml.SafeLoader)
     except OSError as error:
         names = ", ".join(shipped_configs())
         hint = f" It is no file, and not one of {names} either." if isinstance(error, FileNotFoundError) else ""

@@ -16,7 +16,7 @@ import yaml
 from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import open_named, read_named
+from fsdp_qlora.utils.files import read_named
 from fsdp_qlora.utils.redact import redact_values
 
 SWITCH = {word: True for word in ("true", "yes", "on", "1")} | {word: False for word in ("false", "no", "off", "0")}
@@ -134,7 +134,6 @@ def is_regex(name: str) -> bool:
 # --- YAML files that come with the program ---
 
 _FOLDER = Path(__file__).resolve().parent.parent / "configs"
-_MOST_BYTES = 2**20  # of a file of options
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -150,19 +149,6 @@ def find_config(name: str) -> Path:
     path = Path(name)
     is_users = os.path.exists(path) and not os.path.isdir(path)
     return path if is_users else shipped_configs().get(name, path)
-
-
-def read_options(path: Path, name: str) -> str:
-    """The text of a file of options, which may be a stranger's; `name` is what a message calls it.
-
-    Raises:
-        OSError, UnicodeDecodeError, UserError: it cannot be read, might never end, or is too large.
-    """
-    with open_named(path) as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise UserError(f"{name} has more than {_MOST_BYTES:,} bytes, and options are a few lines.")
-    return content.decode("utf-8")
 
 
 def describe_config(path: Path) -> str:

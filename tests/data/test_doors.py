@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_qlora
-from fsdp_qlora.config.text import read_options
+from fsdp_qlora.config.cli import parse_options
 from fsdp_qlora.data.content import BadRow
 from fsdp_qlora.data.sources.source import find_source
 from fsdp_qlora.data.text.images import keep_all
@@ -30,7 +30,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "rollouts.jsonl": lambda path: truncate_rollouts(path, step=1),
     "a prompt template": lambda path: find_template(str(path)),
     "--prompts": read_questions,
-    "--config": lambda path: read_options(path, "it"),
+    "--config": lambda path: parse_options(["--config", str(path)]),
     "a file that is hashed": record_of,
     "the function for all doors": open_named,
 }
