@@ -56,7 +56,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
 def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
     options = _changed(c, *names_marked(OF_ADAPTER))
-    if options and not kind.has_adapter:
+    if options and not kind.adapter:
         yield f"--train_type {c.train_type} has no adapter: leave out {_flags(options)}, or use --train_type lora."
     if c.lora_target_parameters and c.lora_dropout:
         yield (
@@ -80,7 +80,7 @@ def _init_errors(c: TrainConfig) -> Iterator[str]:
     kind, init = c.kind, c.init_lora_weights
     if init == "true":
         return
-    if kind.has_adapter and kind.quantizer is None:
+    if kind.adapter and kind.quantizer is None:
         yield f"--init_lora_weights loftq corrects the quantization, but --train_type {c.train_type} does not quantize."
     if kind.adapter == "dora":
         yield f"--train_type {c.train_type} is DoRA, which starts from the base: leave --init_lora_weights at true."
@@ -149,7 +149,7 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.row_kind == TEXTS:
         return
     more = _changed(c, "modules_to_save", "add_tokens")
-    if more or not c.kind.has_adapter:
+    if more or not c.kind.adapter:
         what = _flags(more) or f"--train_type {c.train_type}"
         yield f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used with {what}."
     if c.keeps_start and c.kind.adapter == "dora":
@@ -215,12 +215,12 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 
 
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
-    trains_more = c.modules_to_save or c.add_tokens or not c.kind.has_adapter
+    trains_more = c.modules_to_save or c.add_tokens or not c.kind.adapter
     leaves_some = c.use_cpu_offload not in ("auto", False) and trains_more
     if c.optimizer.startswith("paged_") and leaves_some:
         yield (
             f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
-            f"{'not all that trains' if c.kind.has_adapter else 'nothing'}: use adamw_8bit."
+            f"{'not all that trains' if c.kind.adapter else 'nothing'}: use adamw_8bit."
         )
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."

@@ -14,10 +14,6 @@ class TrainType(NamedTuple):
     trains: str
 
     @property
-    def has_adapter(self) -> bool:
-        return self.adapter is not None
-
-    @property
     def trains_new_blocks(self) -> bool:
         return self.trains == "new_blocks"
 

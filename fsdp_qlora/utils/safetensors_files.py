@@ -95,15 +95,13 @@ class PackedFiles:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=_FILE_BYTES,
         )
-        for name, tensors in self._split.filename_to_tensors.items():
-            self._lay_out(folder / name, tensors)
-
-    def _lay_out(self, path: Path, names: list[str]) -> None:
-        # Wide dtypes first, as in safetensors itself: then every tensor is aligned.
-        forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
-        self._headers[path], starts = layout(forms)
-        self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
-        self._places |= {name: (path, start) for name, start in starts.items()}
+        for file, names in self._split.filename_to_tensors.items():
+            # Wide dtypes first, as in safetensors itself: then every tensor is aligned.
+            inside = {name: forms[name] for name in sorted(names, key=lambda name: -forms[name].dtype.itemsize)}
+            header, starts = layout(inside)
+            self._headers[folder / file] = header
+            self._sizes[folder / file] = len(header) + sum(form.num_bytes for form in inside.values())
+            self._places |= {name: (folder / file, start) for name, start in starts.items()}
 
     @property
     def num_bytes(self) -> int:

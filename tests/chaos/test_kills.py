@@ -218,7 +218,7 @@ KINDS: dict[str, dict[str, object]] = {
 def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
     options = {**reference.options, "max_steps": 10, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
     train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]
-    if not train_type.has_adapter:
+    if not train_type.adapter:
         options = {name: value for name, value in options.items() if not name.startswith("lora")}
     if train_type.trains_new_blocks:
         expand_model(str(options["model_name"]), tmp_path / "expanded", expansion_rate=0.5)
@@ -231,8 +231,8 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
     run({**options, "output_dir": out}, tmp_path / "logs0", ANY, fault=fault)
     newest = list(checkpoint.published(out / "checkpoints").values())[-1]
     # Each rank writes its rows of a whole model; an adapter is small enough for rank 0.
-    assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.has_adapter else RANKS)
+    assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.adapter else RANKS)
     found = re.search(r"Resuming at step (\d)", run({**options, "output_dir": out}, tmp_path / "logs1"))
     assert found and int(found[1]) in ((3, 6) if is_slow else (6,))
-    name = "adapter_model.safetensors" if train_type.has_adapter else "model.safetensors"
+    name = "adapter_model.safetensors" if train_type.adapter else "model.safetensors"
     assert (out / name).read_bytes() == (whole / name).read_bytes() and numbers(out) == numbers(whole)
