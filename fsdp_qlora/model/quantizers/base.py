@@ -326,6 +326,14 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.
     )
 
 
+def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:
+    """The number of groups to quantize or decode at once, in float32: they fit into a CPU's cache, or fill a GPU.
+
+    on_gpu: weights of fewer at a time take a GPU as long, for their launches.
+    """
+    return max(1, (2**18 if device.type == "cpu" else on_gpu) // group_size)
+
+
 def row_bytes(parameter: torch.Tensor) -> int:
     """Bytes of a row of a matrix."""
     return parameter.shape[1] * parameter.element_size()

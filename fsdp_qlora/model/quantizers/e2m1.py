@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, groups_at_a_time, write_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -75,7 +75,7 @@ class E2m1Weight(QuantizedWeight):
         rest = -values.numel() % self.group_size
         groups = (F.pad(values.flatten(), (0, rest)) if rest else values).view(-1, self.group_size)
         codes, scales = [], []
-        for piece in groups.split(_groups_at_a_time(values.device, self.group_size)):
+        for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             scales.append(self.scale_codes(piece.abs().amax(1).float(), *others))
             codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
         return torch.cat(codes), torch.cat(scales)
@@ -174,11 +174,6 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(_LARGEST_SCALE * _LARGEST / largest.clamp(min=smallest), posinf=1.0)
 
 
-def _groups_at_a_time(device: torch.device, group_size: int) -> int:
-    """The number of groups to quantize or decode at once: they fit into a CPU's cache, or fill a GPU."""
-    return (2**18 if device.type == "cpu" else 2**24) // group_size
-
-
 @functools.cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
@@ -192,7 +187,7 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> to
     """Decode bytes [groups, group_size / 2] with float32 scales [groups] to weights [groups, group_size]."""
     table = _pairs(dtype, codes.device)
     decoded = torch.empty(len(codes), 2 * codes.shape[1], dtype=dtype, device=codes.device)
-    step = _groups_at_a_time(codes.device, decoded.shape[1])
+    step = groups_at_a_time(codes.device, decoded.shape[1])
     for start in range(0, len(codes), step):
         groups = slice(start, start + step)
         values = table.index_select(0, codes[groups].reshape(-1).int()).view(dtype).view(-1, decoded.shape[1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight
+from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, groups_at_a_time
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
@@ -22,7 +22,6 @@ _SOLVER = {
 # Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 # Bits of a code -> bytes that torch's operators read and write to decode one: 11 of these to subtract and scale.
-_DECODED_PIECE = 2**24  # weights of which a GPU decodes no fewer at a time: launches take longer then
 _DECODING_BYTES = {8: 11.3, 4: 15.3, 3: 26.8, 2: 16.3}
 
 
@@ -51,7 +50,7 @@ class HqqWeight(QuantizedWeight):
         statistics = part.choose(scale_zero.view(torch.float16)[first : first + span])
         count = len(packed)
         decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
-        step = _groups_at_a_time(weight.device, self.group_size, _DECODED_PIECE)
+        step = groups_at_a_time(weight.device, self.group_size)
         for start in range(0, count, step):
             groups = slice(start, start + step)
             scale, zero = statistics[groups].float().split(1, dim=1)
@@ -81,11 +80,6 @@ class HqqWeight(QuantizedWeight):
         }
 
 
-def _groups_at_a_time(device: torch.device, group_size: int, piece: int = 2**22) -> int:
-    """The number of groups to quantize or decode at once in float32: they fit into a CPU's cache, or fill a GPU."""
-    return max(1, (2**18 if device.type == "cpu" else piece) // group_size)
-
-
 def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole groups (the last may be short) to uint8 codes [groups, group_size] and float16 scale, zero.
 
@@ -104,7 +98,7 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     largest = 2**n_bits - 1
     all_codes, statistics = [], []
-    for piece in flat.view(-1, group_size).split(_groups_at_a_time(values.device, group_size)):
+    for piece in flat.view(-1, group_size).split(groups_at_a_time(values.device, group_size, on_gpu=2**22)):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
         scale = (largest / (high - low)).clamp(max=2e4)  # as in the library: keeps 1 / scale within float16

@@ -266,7 +266,7 @@ class MergedTensor:
         indices = runs[:, 0] // runs.shape[1]
         if not torch.equal(runs, torch.arange(runs.shape[1]) + indices[:, None] * runs.shape[1]):
             return None
-        return [files.whole(sources[index]) for index in indices.tolist()]
+        return [part for index in indices.tolist() for part in files.parts(sources[index])]
 
     def _convert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert the parts' values by transformers' conversion. Returns parameter -> value."""

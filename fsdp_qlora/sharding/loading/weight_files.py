@@ -137,10 +137,6 @@ class WeightFiles:
             counts = [min(size, shape.numel() - at) for at in range(0, shape.numel(), size)]
             self.join(name, [part for count in counts for part in self._whole_tensors(name, 0, count)], shape)
 
-    def whole(self, name: str) -> TensorSlice:
-        """All elements of a tensor."""
-        return TensorSlice(name, 0, self.shape(name).numel())
-
     def define(self, name: str, tensor: DecodedTensor) -> None:
         """Define `name` as a tensor that is computed from tensors in the files."""
         self._tensors[name] = tensor
