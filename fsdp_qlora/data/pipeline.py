@@ -35,7 +35,6 @@ from fsdp_qlora.data.content import (
     PromptContent,
     Rendered,
     Row,
-    SourceFile,
     prompt_text,
 )
 from fsdp_qlora.data.sources import source as sources
@@ -181,7 +180,7 @@ class DatasetPipeline:
         key: list[object] = [source.identity, source.start, source.stop, self.samples, self.requested.renames]
         key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
-        key += [*text.image_processor.identity, source.folder_of(0)] if text.image_processor else []
+        key += [*text.image_processor.identity, source.folder_of(source.parts[0].name)] if text.image_processor else []
         key += [kind.name, preferences.PROMPTS, text.max_completion_length] if kind != TEXTS else []
         return key + ([f"rated {text.rating_threshold}"] if text.rating_threshold is not None else [])
 
@@ -219,14 +218,13 @@ class DatasetPipeline:
     def _rows(self, entries: Sequence[Entry], report: DataReport) -> list[tuple[int, Row, str]]:
         """(number, row, the folder of its file) of the entries that are rows; the others are in the report."""
         rows: list[tuple[int, Row, str]] = []
-        for part, offset, row_number, row in entries:
-            if not report.parts or report.parts[-1].offset != offset:
-                read = self.source.parts[part]
-                report.parts.append(SourceFile(read.name, read.unit, offset))
+        for file, row_number, row in entries:
+            if report.parts[-1:] != [file]:
+                report.parts.append(file)
             if isinstance(row, BadRow):
-                report.reject(offset + row_number, str(row))
+                report.reject(file.offset + row_number, str(row))
             else:
-                rows.append((offset + row_number, row, self.source.folder_of(part)))
+                rows.append((file.offset + row_number, row, self.source.folder_of(file.name)))
         report.num_rows += len(entries)
         return rows
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.data.content import BadRow, Row
+from fsdp_qlora.data.content import BadRow, Row, SourceFile
 from fsdp_qlora.data.sources.dataset_name import DatasetName, parse_name
 from fsdp_qlora.data.sources.files import (
     BATCH_ROWS,
@@ -52,20 +52,19 @@ class Part:
 
 
 class Entry(NamedTuple):
-    """A row of a dataset: its part, the number of rows before that part, its number in the part, its content."""
+    """A row of a dataset: its file, its number there, its content."""
 
-    part: int
-    offset: int
+    file: SourceFile
     row_number: int
     row: Row | BadRow
 
 
 def _read_entries(parts: Sequence[Part], used: ChooseColumns) -> Iterator[Entry]:
     offset = 0
-    for index, part in enumerate(parts):
-        last = 0
+    for part in parts:
+        file, last = SourceFile(part.name, part.unit, offset), 0
         for row_number, row in part.read(used):
-            yield Entry(index, offset, row_number, row)
+            yield Entry(file, row_number, row)
             last = row_number
         offset += last
 
@@ -93,9 +92,9 @@ class Source:
         stop = self.stop if stop is None else self.start + stop
         return dataclasses.replace(self, start=self.start + start, stop=stop)
 
-    def folder_of(self, part: int) -> str:
+    def folder_of(self, name: str) -> str:
         """The folder of a part's file, for relative paths in its rows; of rows from memory the current one."""
-        path, name = self.origin, self.parts[part].name
+        path = self.origin
         folder = os.path.dirname(path if path.endswith(name) else os.path.join(path, name))
         return os.getcwd() if folder == str(cache_folder().resolve() / ROWS_IN_MEMORY) else folder
 
