@@ -329,7 +329,7 @@ def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.
 def groups_at_a_time(device: torch.device, group_size: int, *, on_gpu: int = 2**24) -> int:
     """The number of groups to quantize or decode at once, in float32: they fit into a CPU's cache, or fill a GPU.
 
-    on_gpu: weights of fewer at a time take a GPU as long, for their launches.
+    on_gpu: weights at a time there; with fewer, launches take longer than the work.
     """
     return max(1, (2**18 if device.type == "cpu" else on_gpu) // group_size)
 
