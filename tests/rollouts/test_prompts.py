@@ -284,7 +284,7 @@ def test_a_plan_for_other_gpus_takes_no_more_prompts_than_there_are(
 class Parrot:
     """An engine that says the same number of tokens as there are in the prompt."""
 
-    def complete(self, prompts: list[list[int]], generation: int, version: int) -> list[Completion]:
+    def __call__(self, prompts: list[list[int]], generation: int, version: int) -> list[Completion]:
         return [Completion([5 + version] * len(ids), True) for ids in prompts]
 
 
