@@ -31,12 +31,13 @@ class BlockBytes(NamedTuple):
     """Bytes of a block's activations for a micro-batch, besides its input.
 
     kept: kept from forward to backward without recompute. backward: the most during a backward pass, with what is kept
-    and the adapters' gradients. recomputing: the same with recompute.
+    and the adapters' gradients. recomputing: the same with recompute. forward: the most of a forward pass alone.
     """
 
     kept: int
     backward: int
     recomputing: int
+    forward: int
 
 
 class CountedStorages(TorchDispatchMode):
@@ -119,7 +120,7 @@ def measure_blocks(
         # From the inputs and outputs of each block's matrices.
         row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
         kept = [row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block)) for block in parts.blocks]
-        return [BlockBytes(count, 2 * count, 2 * count) for count in kept]
+        return [BlockBytes(count, 2 * count, 2 * count, count) for count in kept]
 
 
 class _OnMeta(TorchDispatchMode):
@@ -208,14 +209,14 @@ def _measure(
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
             output = x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
             del y
-            kept, count.most = count.now, count.now
+            kept, forward, count.most = count.now, count.most, count.now
             loss.backward()
-        counts[recomputes] = kept, count.most
+        counts[recomputes] = kept, count.most, forward
         wrapped.zero_grad()
         for each in filter(lambda each: isinstance(each, MutableMapping), kwargs.values()):
             # What it tells later blocks, whose backward passes end there.
             each.update({key: _as_leaves(value) for key, value in each.items()})
-    return BlockBytes(*counts[False], counts[True][1]), output
+    return BlockBytes(*counts[False][:2], *counts[True][1:]), output
 
 
 def _as_leaves(values: Any) -> Any:

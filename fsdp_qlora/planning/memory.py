@@ -49,7 +49,7 @@ class Step:
     """The settings of a run, besides its model, that its memory depends on.
 
     Attributes:
-        layout: how the ranks share the model and its rows.
+        optimizer: "" for a forward pass alone. layout: how the ranks share the model and its rows.
         num_tokens: tokens of a rank in the longest micro-batch.
         recomputing: number of blocks that recompute, the first ones.
         has_micro_batches: whether a step accumulates the gradients of several micro-batches.
@@ -76,6 +76,11 @@ class Step:
     def num_shards(self) -> int:
         """Ranks that share one copy of the model."""
         return self.layout.num_shards
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are gradients, and not a forward pass alone."""
+        return bool(self.optimizer)
 
     @property
     def gathers_from_host(self) -> bool:
@@ -162,7 +167,7 @@ class _Estimate:
             resident["gathered blocks"] = max(self.gathered)
         here = resident if step.on_gpu else weights
         candidates = self._phases({name: here[name] for name in (_GRADIENTS, _STATE)})
-        stays = sum(_positive(here, besides=candidates["backward"][0]).values())
+        stays = sum(_positive(here, besides=candidates["backward" if step.trains else "forward"][0]).values())
         most = max(sum(sizes.values()) for phase in candidates.values() for sizes in phase)
         phases = {name: [_positive(sizes, besides=resident) for sizes in phase] for name, phase in candidates.items()}
         return Memory(
@@ -190,8 +195,9 @@ class _Estimate:
     def _shards(self, kinds: Mapping[Kind, int]) -> Sizes:
         counts = {name: count.largest_shard for name, count in count_bytes(kinds, self.step.num_shards).items()}
         weights = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
-        trainable = counts.get("trainable", 0)
-        return {**weights, _GRADIENTS: trainable, _STATE: int(trainable * sum(OPTIMIZERS[self.step.optimizer].state))}
+        trainable = counts.get("trainable", 0) * self.step.trains
+        state = sum(OPTIMIZERS[self.step.optimizer].state) if self.step.trains else 0
+        return {**weights, _GRADIENTS: trainable, _STATE: int(trainable * state)}
 
     def _phases(self, of_optimizer: Sizes) -> dict[str, list[Sizes]]:
         """Transient memory at each possible peak, by category; in the backward pass that of each block.
@@ -203,6 +209,12 @@ class _Estimate:
         before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * self.reduces_each}
         in_adapters = sum(n * kind.num_weights for kind, n in parts.kinds(parts.model).items() if kind.in_adapter)
         adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
+        # The head is gathered to be compared with.
+        trial = {**adapters, "whole head": self._gathered(parts.head or parts.embedding)}
+        if not step.trains:
+            gathered = {} if self.frees_blocks else {"gathered blocks": self.gathered[0]}
+            at_head = {**adapters, **gathered, **self._at_head()}
+            return {"trial": [trial], "forward": self._in_forward(adapters), "head": [at_head]}
         if step.has_micro_batches and not self.reduces_each:
             adapters["accumulated gradients"] = 4 * self._trained_weights(parts.model)
         of_head = self._trained_weights(parts.head) if parts.head is not None and not parts.is_tied else 0
@@ -212,8 +224,7 @@ class _Estimate:
         # earlier.
         waiting = {"gathered blocks": self.gathered_sizes[-1] if self.frees_blocks else in_blocks[0]["gathered blocks"]}
         phases = {
-            # The head is gathered to be compared with.
-            "trial": {**adapters, "whole head": self._gathered(parts.head or parts.embedding)},
+            "trial": trial,
             "loss": {
                 **before,
                 **(waiting if step.num_shards == 1 or not step.layout.frees_blocks else {}),
@@ -236,6 +247,13 @@ class _Estimate:
         if step.image_values:
             phases["images"] = {**before, **adapters, "gathered blocks": self.gathered_sizes[0], **self._at_images()}
         return {name: [sizes] for name, sizes in phases.items()} | {"backward": in_blocks}
+
+    def _in_forward(self, adapters: Sizes) -> list[Sizes]:
+        """Transient memory in each block's pass, if no backward pass follows."""
+        return [
+            {**adapters, "gathered blocks": gathered, "block inputs": self.hidden, "block at work": block.forward}
+            for gathered, block in zip(self.gathered, self.blocks, strict=True)
+        ]
 
     def _in_backward(self, of_trained: Sizes, of_optimizer: Sizes) -> list[Sizes]:
         """Transient memory in each block's backward pass, the last block's first. of_trained: of all that trains.
@@ -270,19 +288,19 @@ class _Estimate:
     def _at_head(self) -> Sizes:
         """Transient memory at the head: hidden states before and after the norm, of learned tokens, their gradients.
 
-        The reference's have no gradients.
+        The reference's, and those of a forward pass alone, have no gradients.
         """
         step, dtype = self.step, self.step.precision.compute_dtype
         shared = is_shared(self.parts, step.num_shards, step.precision.param_dtype)
         tokens = min(step.num_tokens, tokens_at_a_time(self.vocabulary, dtype))
         # A CPU's kernels compute the gradients in float32 before they round them.
-        unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * self.vocabulary
+        unrounded = 0 if step.on_gpu or not step.trains or dtype == torch.float32 else 4 * tokens * self.vocabulary
         # Bytes beside the shards while embeddings or head are used, whichever are more.
         embedding, head = map(self._gathered, (self.parts.embedding, self.parts.head or self.parts.embedding))
         own_rows = -(-head // step.num_shards) if shared[1] and step.placement.offload.embeddings else 0
         ends = max(0 if shared[0] else embedding, own_rows if shared[1] else head)
         return {
-            "hidden states at the head": (3 * step.passes + 1) * self.hidden,
+            "hidden states at the head": (3 * step.passes + step.trains) * self.hidden,
             "head's weights": ends,
             "hidden states exchanged for it": 2 * step.num_shards * tokens * self.width * dtype.itemsize * shared[1],
             # Gathered weights lie in a buffer and then, beside it, in the weights.

@@ -23,7 +23,6 @@ from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.run_rows import plan_generation
 from fsdp_qlora.planning.search import GpuOffer, PlannedRun, Planner
-from fsdp_qlora.planning.speed import size_of, tokens_per_second
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import GIB, format_bytes, format_count
@@ -120,13 +119,12 @@ def _teacher_lines(planner: Planner, run: PlannedRun) -> list[str]:
         return []
     from fsdp_qlora.planning.run_plan import teacher_config
 
-    teacher = make_planner(teacher_config(config), run.request)
-    asked, gpu = teacher.as_asked(), run.request.gpu
-    size = size_of(asked.placed.model.meta.parts)._replace(trains=False)
-    hours = tokens / tokens_per_second(asked.placed, size, teacher.rows(asked.config).micro_batch, gpu) / 3600
+    teacher = make_planner(teacher_config(config, optimizer=""), run.request)
+    asked = teacher.as_asked()
+    hours = tokens / asked.tokens_per_second / 3600
     learned = planner.data.train.num_targets.sum() if planner.data else tokens
     line = f"teacher: {config.teacher}, about {hours:,.1f} hours for {format_count(tokens)} tokens before training, "
-    line += f"at most {asked.report.needed / GIB:.1f} GiB of each GPU, {asked.host_bytes / GIB:.1f} of the host; "
+    line += f"{asked.report.needed / GIB:.1f} GiB of each GPU, {asked.host_bytes / GIB:.1f} of the host; "
     line += f"{format_bytes(learned * bytes_per_token(config.top_k))} of files"
     return textwrap.wrap(line, 80, subsequent_indent="  ")
 

@@ -122,7 +122,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
             f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most that, or true for the "
             "embeddings too."
         )
-    is_paged_whole = OPTIMIZERS[config.optimizer].is_paged and plan.trains_whole_modules  # it pages from the GPU
+    is_paged_whole = plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged  # it pages from the GPU
     nothing, everything = Offload(), Offload(blocks, embeddings=True)
     offloads = [nothing, everything]
     if on_host != "auto":

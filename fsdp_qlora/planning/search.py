@@ -70,8 +70,8 @@ class PlanReport:
         yield f"Memory: each rank needs {needs}; {_describe_device(machine)}, {self.placed.placement.describe()}"
         yield f"  {_named(memory.weights)}"
         yield (
-            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}; each block without recompute keeps "
-            f"{format_bytes(memory.block)} more"
+            f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}"
+            + f"; each block without recompute keeps {format_bytes(memory.block)} more" * self.placed.step.trains
         )
         yield from (f"  {line}" for line in self.details())
 
@@ -241,7 +241,7 @@ class Planner:
         tokens: float | None = None,
     ) -> None:
         self.config, self.request, self.model, self.data, self._tokens = config, request, model, data, tokens
-        self._size = size_of(model.meta.parts)
+        self._size = size_of(model.meta.parts)._replace(trains=bool(config.optimizer))
         self._rows: dict[tuple[int, ...], PlannedRows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 

@@ -30,6 +30,8 @@ from fsdp_qlora.training import probes
 from fsdp_qlora.training.divergence import Likeliest, Teacher
 from fsdp_qlora.training.head_loss import HeadLoss, Reduction, loss_of_logits
 
+_REDUCED = 2**14  # tokens of which the ranks' values are on the device at once
+
 
 @dataclass(eq=False)
 class ForwardPass:
@@ -194,14 +196,17 @@ def _by_target(
     forward: ForwardPass, batches: Batches, reduction: Reduction, empty: np.ndarray, first: int = 0
 ) -> np.ndarray:
     """Values of all ranks' targets, which the collator numbers from `first` on, in the rows of `empty`."""
-    found = torch.from_numpy(empty).to(forward.ranks.device)
+    found = torch.from_numpy(empty)  # on the host: a teacher's of 256 rows are large
     forward.model.eval()
     with forward.attending():
         for batch in batches:
             forward.heartbeat.beat(forward.heartbeat.step, "compute")
             values, on_device = forward.token_losses(batch, reduction=reduction, alone=True)
             is_target = on_device.targets >= 0
-            found[on_device.answers["table_indices"][is_target] - first] = values.T[is_target]
+            found[(on_device.answers["table_indices"][is_target] - first).cpu()] = values.T[is_target].cpu()
     reshard_all(forward.model)
-    dist.all_reduce(found)  # a token is a target on one rank
-    return found.cpu().numpy()
+    for part in found.split(_REDUCED):
+        here = part.to(forward.ranks.device)
+        dist.all_reduce(here)  # a token is a target on one rank
+        part.copy_(here)
+    return empty

@@ -358,8 +358,11 @@ def likeliest_tokens(
     """The likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
     dtype, parts = weight.dtype, []
     for chunk in hidden.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
-        logits = form.logits(F.linear(vocabulary.all_gather(chunk), weight, bias))
-        parts.append(vocabulary.local_chunk(divergence.likeliest(logits, wanted, vocabulary)))
+        # Without a name, which would keep the logits while the next chunk's are made.
+        found = divergence.likeliest(
+            form.logits(F.linear(vocabulary.all_gather(chunk), weight, bias)), wanted, vocabulary
+        )
+        parts.append(vocabulary.local_chunk(found))
     return torch.cat(parts).T
 
 

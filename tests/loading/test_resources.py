@@ -57,7 +57,7 @@ def _memory(
         buffer_bytes=7,
         on_gpu=on_gpu,
     )
-    return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0)] * 4, step)
+    return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0, 0)] * 4, step)
 
 
 def _needs(train_type: str, **options: Any) -> tuple[int, int]:

@@ -206,7 +206,7 @@ def test_planned_memory_of_a_step_follows_its_placement() -> None:
     )  # fmt: skip
 
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
-        parts, block = _parts(train_type), BlockBytes(kept=5, backward=11, recomputing=13)
+        parts, block = _parts(train_type), BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
         memory = estimate_memory(parts, [block] * 36, replace(step, **changed))
         kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":
@@ -224,6 +224,10 @@ def test_planned_memory_of_a_step_follows_its_placement() -> None:
     whole = sizes(layout=Layout(1, 1, "ddp"))
     assert "gathered blocks" not in whole and whole["adapters as gathered"] == found["adapters as gathered"]
     assert sizes(has_micro_batches=True)["accumulated gradients"] == 2 * found["adapters as gathered"]
+    # Of a forward pass alone nothing is kept: another block's input is freed behind it.
+    alone = estimate_memory(_parts(), [BlockBytes(5, 11, 13, 7)] * 36, replace(step, optimizer=""))
+    assert alone.phases["forward"]["block at work"] == 7 and alone.phases["forward"]["block inputs"] == 4096 * 4096 * 2
+    assert not {"their gradients", "optimizer state"} & alone.resident.keys()
     # All weights in float32, and their copies in bf16: a whole copy beside the parameters.
     full = sizes("full", layout=Layout(1, 1, "ddp"))
     assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
@@ -234,7 +238,7 @@ def test_frozen_blocks_before_the_first_trained_keep_no_activations() -> None:
         precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=4096,
         recomputing=36,
     )  # fmt: skip
-    block = BlockBytes(kept=5, backward=11, recomputing=13)
+    block = BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
 
     def memory(trained: tuple[int, ...], **changed: Any) -> Memory:
         parts = _parts()
@@ -270,7 +274,7 @@ def test_vision_tower_is_planned_as_it_runs() -> None:
         precision=BF16, optimizer="adamw", layout=Layout(2, 2, "full_shard"), placement=SHARDED, num_tokens=64,
         recomputing=2, image_values=pixels.numel(),
     )  # fmt: skip
-    planned = estimate_memory(parts, [BlockBytes(1, 1, 1)] * 2, step).phases["images"]
+    planned = estimate_memory(parts, [BlockBytes(1, 1, 1, 1)] * 2, step).phases["images"]
     weights = [parameter for tower in parts.towers.values() for parameter in tower.parameters()]
     assert planned["gathered parts for images"] == sum(parameter.nbytes for parameter in weights)
     assert planned["pixels"] == 4 * pixels.numel()

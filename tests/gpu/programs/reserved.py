@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         batch_size=args.batch_size,
         context_length=args.length,
         quant_cache="off",
-        **({"lora_rank": 1} if args.distill == "teacher" else {}),  # as run_plan.teacher_config
+        **({"lora_rank": 1, "optimizer": ""} if args.distill == "teacher" else {}),  # as run_plan.teacher_config
         **({"objective": "distill", "teacher": "another"} if args.distill == "student" else {}),
     )
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
