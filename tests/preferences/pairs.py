@@ -78,8 +78,8 @@ def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> di
 
 
 def sketch(adapter: Path) -> list[float]:
-    """A number of each tensor of an adapter that changes with each of its values: the product with noise."""
-    found, generator = load_file(adapter / "adapter_model.safetensors"), torch.Generator().manual_seed(0)
+    """A number of each tensor of an adapter or a model that changes with each of its values: the product with noise."""
+    found, generator = load_file(next(adapter.glob("*model.safetensors"))), torch.Generator().manual_seed(0)
     noise = {name: torch.randn(found[name].shape, generator=generator, dtype=torch.float64) for name in sorted(found)}
     return [float((found[name] * values).sum()) for name, values in noise.items()]
 
