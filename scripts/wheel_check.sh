@@ -29,7 +29,6 @@ unset PYTHONPATH
 export PATH="$work/venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 case "$(python -c 'import fsdp_qlora; print(fsdp_qlora.__file__)')" in "$work"/venv/*) ;; *) exit 1 ;; esac
 fsdp-qlora --version
-fsdp-qlora env >env.txt
 fsdp-qlora configs
 fsdp-qlora configs demo >mine.yaml
 options=(--model_name "$model" --dataset "$rows" --max_steps 2 --quant_cache off --log_to stdout)
@@ -54,20 +53,22 @@ grep "^wrong input: " examples.txt
 ls two/adapter_model.safetensors output/adapter_model.safetensors two/report.html output/report.html
 
 # One process for these: the import of torch takes longer than they do.
-python - <<'PYTHON'
+python - "$model" <<'PYTHON'
+import sys
+
 from fsdp_qlora.__main__ import main
 
 for words in (
+    "env",
     "export two --out exported",
     "merge --adapter two --out merged",
     "generate --adapter merged --prompt river --max_new_tokens 2 --quant_cache off --nproc_per_node 1",
     "plan --model_name qwen3-0.6b --gpu RTX3060",
+    f"quantize {sys.argv[1]} --out quantized",
+    "report two output",
 ):
     assert main(words.split()) == 0, words
 PYTHON
 cmp exported/adapter_model.safetensors two/adapter_model.safetensors
-ls merged/config.json merged/README.md
-fsdp-qlora quantize "$model" --out quantized
-fsdp-qlora report two output
-ls quantized/config.json report.html
+ls merged/config.json merged/README.md quantized/config.json report.html
 echo "The wheel works."

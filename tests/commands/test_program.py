@@ -198,8 +198,12 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
 
 @pytest.mark.slow
 def test_doctor_names_what_goes_wrong_between_two_ranks() -> None:
-    assert problem_of_two_ranks("cpu") == ""
     assert "no-link" in problem_of_two_ranks("cpu", GLOO_SOCKET_IFNAME="no-link")
+
+
+@pytest.mark.nightly
+def test_doctor_finds_two_ranks_right() -> None:
+    assert problem_of_two_ranks("cpu") == ""
 
 
 def test_options_from_python_are_those_of_the_command_line() -> None:

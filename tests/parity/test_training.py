@@ -32,7 +32,7 @@ FAMILIES = {
     "smollm3": {"tie_word_embeddings": False},
 }
 # Of each structure one family is trained in continuous integration.
-ALIKE = ("llama", "mistral", "qwen3", "olmo2", "smollm3")
+ALIKE = ("llama", "llama tied", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3")
 
 
 @pytest.mark.parametrize("family", all_slow_but("phi3", FAMILIES, nightly=ALIKE))
@@ -97,7 +97,6 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     "options",
     [
         {"sharding_strategy": "hybrid_full_shard"},
-        {"use_gradient_checkpointing": False},
         {"optimizer": "fused_adamw"},
     ],
     ids=lambda options: "-".join(options),
@@ -138,25 +137,6 @@ def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_dropout_is_the_same_in_every_run_and_changes_the_losses(plain: Plain, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train_ok(2, tmp_path / name, lora_dropout=0.3, **plain[0])
-    adapter = "adapter_model.safetensors"
-    assert (tmp_path / "a" / adapter).read_bytes() == (tmp_path / "b" / adapter).read_bytes()
-    assert read_metrics(tmp_path / "a")[1:] != pytest.approx(plain[1][1:], rel=1e-4)
-
-
-def test_a_non_finite_loss_stops_every_rank_and_names_step_and_samples(models: Models, tmp_path: Path) -> None:
-    argv = flags(
-        model_name=models(),
-        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-        output_dir=tmp_path / "out",
-        num_epochs=2,
-        **{**FULL_BATCH, "lr": 1e30},
-    )
-    statuses, output = run_ranks(2, argv, tmp_path / "logs")
-    assert statuses == [1, 1]
-    assert output.count("error: Step 2: the loss is not finite") == 2 and "Traceback" not in output
-    assert len(read_metrics(tmp_path / "out")) == 1  # the first step was fine, the second was not taken
-    # That of the step before, of the newest checkpoint.
-    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+def test_dropout_changes_the_losses(plain: Plain, tmp_path: Path) -> None:
+    train_ok(2, tmp_path / "out", lora_dropout=0.3, **plain[0])
+    assert read_metrics(tmp_path / "out")[1:] != pytest.approx(plain[1][1:], rel=1e-4)

@@ -10,8 +10,8 @@ from tests.phantom.environment import run
 from tests.tiny import ROOT
 
 CASES = json.loads(RESULTS.read_text())["cases"]
-AGAIN = ["8b_ddp", "8b_12", "8b_packed", "8b_int8", "moe"]
-NIGHTLY = ["8b", "8b_1x512", "8b_padding_free", "8b_lora", "7b"]
+AGAIN = ["8b_ddp", "8b_packed", "moe"]
+NIGHTLY = ["8b", "8b_12", "8b_1x512", "8b_int8", "8b_padding_free", "8b_lora", "7b"]
 
 
 @pytest.mark.quick
@@ -25,8 +25,8 @@ def test_stand_in_memory_table_matches_its_file_and_the_plan():
 
 
 @pytest.fixture(scope="module")
-def planned():
-    return on_stand_in("--plan", "--inside", *AGAIN, *NIGHTLY)
+def planned(request):
+    return on_stand_in("--plan", "--inside", *AGAIN, *(NIGHTLY if request.config.getoption("nightly") else []))
 
 
 @pytest.mark.slow

@@ -20,14 +20,16 @@ Models = Callable[..., Path]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name -> (ranks, options): each computes the same.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {"batch_size": 6}),
     "packed": (1, {"batch_size": 1, "gradient_accumulation_steps": 6, "batching": "packed"}),
-    "no recompute": (2, {"recompute": "none"}),
-    "padded": (2, {"batching": "padded"}),
     "offloaded": (2, {"use_cpu_offload": True}),
-    "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
     "activations offloaded": (2, {"recompute": "offload"}),
     "a rank without rows": (4, {"batch_size": 2}),
+}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"batch_size": 6}),
+    "no recompute": (2, {"recompute": "none"}),
+    "padded": (2, {"batching": "padded"}),
+    "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
 }
 # Name -> (family, its sizes, options).
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -62,13 +64,19 @@ def numbers(output: Path) -> list[dict[str, float]]:
     return [{key: record[key] for key in record if key in kept or "/" in key} for record in records(output)]
 
 
-@pytest.mark.slow
-def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(LAYOUTS, marks=pytest.mark.slow), pytest.param(MORE_LAYOUTS, marks=pytest.mark.nightly)],
+    ids=["few", "more"],
+)
+def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(
+    layouts: dict[str, tuple[int, dict[str, Any]]], models: Models, tmp_path: Path
+) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora")
     train_ok(2, tmp_path / "plain", **run, batch_size=3)
     expected = numbers(tmp_path / "plain")
     assert len(expected) == 8 and expected[-1]["rewards/margins"] > 0.5
-    for name, (ranks, changed) in LAYOUTS.items():
+    for name, (ranks, changed) in layouts.items():
         output = tmp_path / name.replace(" ", "_")
         rows = {"batch_size": 3} if name != "a rank without rows" else {}
         if name == "a rank without rows":
@@ -83,7 +91,9 @@ def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(models: Models, t
             assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("bnb_dora", "hqq_lora"))) for kind in KINDS]
+)
 def test_the_reference_is_the_base_and_does_not_move(kind: str, models: Models, tmp_path: Path) -> None:
     family, sizes, changed = KINDS[kind]
     train_ok(2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed))
@@ -113,6 +123,8 @@ def test_an_adapter_that_training_starts_from_is_the_reference(start: str, model
     train_ok(2, tmp_path / "resumed", **run, **begin, resume=tmp_path / "whole/checkpoints/step_000003",
              lora_dropout=0 if start == "adapter" else 0.1)  # fmt: skip
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
+    whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert whole == resumed and (tmp_path / "whole/best").is_dir()
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
@@ -173,16 +185,6 @@ def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tm
         assert statuses == [0, 0], said[-3000:]
         counts.append(json.loads(file.read_text()))
     assert counts[0] == counts[1] and counts[0][0] > 4
-
-
-def test_a_resumed_run_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
-    run = options(models("llama"), tmp_path, train_type="qlora", batch_size=3, lora_dropout=0.1)
-    train_ok(2, tmp_path / "whole", **run, save_every=3)
-    train_ok(2, tmp_path / "resumed", **run, resume=tmp_path / "whole/checkpoints/step_000003")
-    whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
-    assert whole == resumed
-    assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
-    assert (tmp_path / "whole/best").is_dir()
 
 
 def test_an_adapter_of_preferences_answers_and_is_merged(models: Models, tmp_path: Path) -> None:
