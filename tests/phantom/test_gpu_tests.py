@@ -14,22 +14,18 @@ from tests.tiny import ROOT
 
 pytestmark = pytest.mark.slow
 TESTS = [
+    "test_memory.py::test_reserved_memory_is_what_the_stand_in_has_counted[8b on two ranks, 2 x 2048]",
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
-    # test_planned_memory.py has such memory, too.
-    pytest.param(
-        "test_memory.py::test_reserved_memory_is_what_the_stand_in_has_counted[8b on two ranks, 2 x 2048]",
-        marks=pytest.mark.nightly,
-    ),
 ]
 # tests/test_benchmarks.py has all measured parts, on the CPU and with values.
 PARTS = ["box", "offload", "context"]
 
 
-@pytest.mark.parametrize("test", TESTS)
-def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(test, tmp_path):
-    command = ["-m", "pytest", "-m", "gpu", ROOT / "tests/gpu" / test, "-p", "no:cacheprovider"]
+@pytest.mark.nightly
+def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(tmp_path):
+    command = ["-m", "pytest", "-m", "gpu", *(ROOT / "tests/gpu" / test for test in TESTS), "-p", "no:cacheprovider"]
     [rank] = run(command, tmp_path, settings={"FSDP_QLORA_GPU_TESTS": "stand-in"}, is_fresh=True)
-    assert rank.status == 0 and "1 passed" in rank.output, rank.output[-6000:]
+    assert rank.status == 0 and "2 passed" in rank.output, rank.output[-6000:]
 
 
 @pytest.mark.nightly
@@ -79,6 +75,7 @@ def test_all_parts_of_the_check_run_to_their_end_and_report(tmp_path):
         assert str(tmp_path) not in text and "## What went wrong\n\nNothing." in text
 
 
+@pytest.mark.nightly
 def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
     # Their ranks are forked from a process that has imported bitsandbytes.
     test = "tests/layers/test_sharding.py::test_whole_frozen_weights_are_not_kept_twice"

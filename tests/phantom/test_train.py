@@ -191,7 +191,7 @@ def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(train: Calla
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_memory_of_answers_is_not_a_steps(ranks: int, train: Callable[..., Any], tmp_path: Path) -> None:
     options = {"objective": "grpo", "rewards": "length:4", "max_completion_length": 8, "num_generations": 128}
     options |= {"gradient_accumulation_steps": 16, "batch_size": 8, "recompute": "auto"}
