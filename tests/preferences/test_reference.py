@@ -9,10 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.__main__ import main
-from tests.commands.test_generate import LENGTH, generate
 from tests.preferences.pairs import make_pairs
 from tests.tiny import flags, on_ranks, run_ranks, train_ok, write_rows
 
@@ -185,23 +182,6 @@ def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tm
         assert statuses == [0, 0], said[-3000:]
         counts.append(json.loads(file.read_text()))
     assert counts[0] == counts[1] and counts[0][0] > 4
-
-
-def test_an_adapter_of_preferences_answers_and_is_merged(models: Models, tmp_path: Path) -> None:
-    base, prompt = models("llama"), make_pairs(1)[0]["prompt"]
-    train_ok(1, tmp_path / "out", **options(base, tmp_path, train_type="lora", batch_size=6))
-    merged = tmp_path / "merged"
-    assert main(["merge", *flags(adapter=tmp_path / "out", out=merged, model_name=base)]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(merged)
-    asked, texts = tokenizer(prompt, return_tensors="pt"), []
-    for model in (
-        AutoModelForCausalLM.from_pretrained(base),
-        AutoModelForCausalLM.from_pretrained(merged),
-    ):
-        tokens = model.generate(**asked, max_new_tokens=LENGTH, do_sample=False)[0, asked["input_ids"].shape[1] :]
-        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    assert texts[0] != texts[1] and texts[1].startswith(" blue")  # as the chosen answers do
-    assert texts[1].strip() in generate(1, tmp_path / "asked", adapter=tmp_path / "out", prompt=prompt)
 
 
 def test_reference_pass_keeps_no_graph() -> None:
