@@ -180,20 +180,18 @@ def die_at(call: str, count: int) -> None:
 
 # Of the second checkpoint (5 calls of fsync each: tensors, state, manifest, folder, parent), before and after its
 # rename; then of the fourth, whose publication makes the oldest go.
-PHASES = [("fsync", 6), ("fsync", 8), ("rename", 2), ("rename", 5)]
-MORE_PHASES = [("fsync", 7), ("fsync", 9), ("fsync", 10)]
+PHASES = {
+    "few": [("fsync", 6), ("fsync", 8), ("rename", 2), ("rename", 5)],
+    "more": [("fsync", 7), ("fsync", 9), ("fsync", 10)],
+}
 
 
-@pytest.mark.parametrize(
-    "phases",
-    [pytest.param(PHASES, marks=pytest.mark.slow), pytest.param(MORE_PHASES, marks=pytest.mark.nightly)],
-    ids=["few", "more"],
-)
+@pytest.mark.parametrize("phases", all_slow_but("", PHASES, nightly=["more"]))
 def test_a_kill_during_a_save_leaves_only_complete_checkpoints(
-    phases: list[tuple[str, int]], reference: Reference, assert_same: Same, tmp_path: Path
+    phases: str, reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_total_limit=2, save_every=1)
-    for number, phase in enumerate(phases):
+    for number, phase in enumerate(PHASES[phases]):
         run(options, tmp_path / f"logs{number}", [-signal.SIGKILL, ANY], fault=die_at, arguments=phase)
         folders = checkpoint.published(tmp_path / "out" / "checkpoints")
         assert folders

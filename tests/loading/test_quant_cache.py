@@ -283,14 +283,10 @@ def test_ranks_with_different_devices_share_one_cache_entry() -> None:
     assert mixed == same and equal == one and len({mixed, one, other}) == 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sharding_strategy": "ddp"},
-        {"precision": "bf16"},
-        pytest.param({"use_cpu_offload": True}, marks=pytest.mark.nightly),
-    ],
-)
+OFFLOAD = pytest.param({"use_cpu_offload": True}, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"precision": "bf16"}, OFFLOAD])
 def test_sharding_and_offloading_use_the_same_cache_entry(
     options: dict[str, object], runs: Runs, run: Run, tmp_path: Path
 ) -> None:

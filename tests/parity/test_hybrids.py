@@ -83,22 +83,8 @@ TABLE = {
 }  # fmt: skip
 HYBRIDS = {family: hybrid for family, hybrid in TABLE.items() if family in CONFIG_MAPPING}  # older versions know fewer
 # Of each structure one family is trained in continuous integration.
-ALIKE = {
-    "lara_mini",
-    "qwen3_5_moe_text",
-    "qwen3_next",
-    "olmo_hybrid",
-    "bailing_hybrid",
-    "lfm2_moe",
-    "lfm3",
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    # These are slow, too.
-    "kimi_linear",
-    "jamba",
-    "falcon_mamba",
-}
+ALIKE = {"lara_mini", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bailing_hybrid", "lfm2_moe", "lfm3", "bamba"}
+ALIKE |= {"falcon_h1", "granitemoehybrid", "kimi_linear", "jamba", "falcon_mamba"}  # the last three are slow, too
 WITHOUT_PADDING = {family: hybrid.shape for family, hybrid in HYBRIDS.items() if hybrid.apart}
 SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8,
           "mamba_d_state": 16, "mamba_ngroups": 1, "num_mem_blocks": 1, "chunk_size": 16, "attention_head_dim": 32,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.preferences.pairs import make_pairs
-from tests.tiny import flags, on_ranks, run_ranks, train_ok, write_rows
+from tests.tiny import all_slow_but, flags, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -21,13 +21,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "offloaded": (2, {"use_cpu_offload": True}),
     "activations offloaded": (2, {"recompute": "offload"}),
     "a rank without rows": (4, {"batch_size": 2}),
-}
-MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"batch_size": 6}),
     "no recompute": (2, {"recompute": "none"}),
     "padded": (2, {"batching": "padded"}),
     "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
 }
+PARTS = {"few": [*LAYOUTS][:4], "more": [*LAYOUTS][4:]}
 # Name -> (family, its sizes, options).
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qlora": ("qwen2", {}, {"train_type": "qlora"}),
@@ -61,19 +60,13 @@ def numbers(output: Path) -> list[dict[str, float]]:
     return [{key: record[key] for key in record if key in kept or "/" in key} for record in records(output)]
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [pytest.param(LAYOUTS, marks=pytest.mark.slow), pytest.param(MORE_LAYOUTS, marks=pytest.mark.nightly)],
-    ids=["few", "more"],
-)
-def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(
-    layouts: dict[str, tuple[int, dict[str, Any]]], models: Models, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("part", all_slow_but("", PARTS, nightly=["more"]))
+def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(part: str, models: Models, tmp_path: Path) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora")
     train_ok(2, tmp_path / "plain", **run, batch_size=3)
     expected = numbers(tmp_path / "plain")
     assert len(expected) == 8 and expected[-1]["rewards/margins"] > 0.5
-    for name, (ranks, changed) in layouts.items():
+    for name, (ranks, changed) in ((name, LAYOUTS[name]) for name in PARTS[part]):
         output = tmp_path / name.replace(" ", "_")
         rows = {"batch_size": 3} if name != "a rank without rows" else {}
         if name == "a rank without rows":
