@@ -221,14 +221,10 @@ ENDS = {
         partial(while_loading, partial(fail, UserError), 0), [ANY, 2], {1: "Ended because of rank 0: its disk is gone"}
     ),
     "one is killed while loading": End(
-        partial(while_loading, KILLED, 1),
-        [1, ANY],
-        {0: "error: Rank 1 has sent no heartbeat for 3 s, before"},
+        partial(while_loading, KILLED, 1), [1, ANY], {0: "error: Rank 1 has sent no heartbeat for 3 s, before"}
     ),
     "rank 0 is killed while loading": End(
-        partial(while_loading, KILLED, 0),
-        [ANY, 1],
-        {1: "error: The store of all ranks has not answered for 3 s"},
+        partial(while_loading, KILLED, 0), [ANY, 1], {1: "error: The store of all ranks has not answered for 3 s"}
     ),
     "one never comes": End(
         partial(never_come, 1),

@@ -25,10 +25,7 @@ from tests.reference import LINEARS
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-EXPERTS = {
-    "target_modules": ["q_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-}
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 FUSED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # What PEFT is given -> the base it is for.
 KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {

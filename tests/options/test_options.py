@@ -41,15 +41,7 @@ def run_yaml(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(run_yaml: Path) -> tuple[Path, str]:
     """A run of YAML and flags on two ranks: (output_dir, what it printed)."""
     output_dir = run_yaml.parent / "out"
-    output = train_ok(
-        2,
-        output_dir,
-        config=run_yaml,
-        lr=1e-3,
-        num_epochs=2,
-        max_steps=5,
-        eval_steps=2,
-    )
+    output = train_ok(2, output_dir, config=run_yaml, lr=1e-3, num_epochs=2, max_steps=5, eval_steps=2)
     return output_dir, output
 
 
@@ -150,9 +142,7 @@ def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path
     assert (tmp_path / "again" / adapter).read_bytes() == (output_dir / adapter).read_bytes()
 
 
-def test_max_steps_stops_within_an_epoch_with_its_evaluations(
-    run: tuple[Path, str],
-) -> None:
+def test_max_steps_stops_within_an_epoch_with_its_evaluations(run: tuple[Path, str]) -> None:
     records = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
     assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4, 5]

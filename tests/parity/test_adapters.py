@@ -62,11 +62,7 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp
 @pytest.mark.parametrize(
     ("overrides", "name", "message"),
     [
-        (
-            {"tie_word_embeddings": True},
-            "lm_head",
-            r"modules_to_save lm_head: .* share one tensor",
-        ),
+        ({"tie_word_embeddings": True}, "lm_head", r"modules_to_save lm_head: .* share one tensor"),
         ({}, "norm", r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, lm_head"),
     ],
 )

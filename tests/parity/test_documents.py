@@ -148,8 +148,7 @@ def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models,
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"),
-    [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")],
+    ("family", "reason"), [("minimax", "a second document in a row differs by "), ("bloom", "it takes no positions")]
 )
 def test_models_that_other_documents_would_change_are_padded(
     family: str, reason: str, models: Models, tmp_path: Path

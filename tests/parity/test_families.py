@@ -46,15 +46,7 @@ PLAIN = (
     "glm4_moe", "granitemoe", "hy_v3", "hy_v4", "llama4_text", "mimo_v2_flash", "minimax_m2",
     "minimax_m3_vl_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "sarvam_moe", "solar_open",
 )  # fmt: skip
-OF_LATENTS = (
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "sarvam_mla",
-    "youtu",
-)
+OF_LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "sarvam_mla", "youtu")
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in PLAIN},
     **dict.fromkeys(OF_LATENTS, LATENT),

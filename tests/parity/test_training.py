@@ -95,10 +95,7 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"sharding_strategy": "hybrid_full_shard"},
-        {"optimizer": "fused_adamw"},
-    ],
+    [{"sharding_strategy": "hybrid_full_shard"}, {"optimizer": "fused_adamw"}],
     ids=lambda options: "-".join(options),
 )
 def test_memory_options_do_not_change_the_losses(options: dict[str, object], plain: Plain, tmp_path: Path) -> None:
