@@ -36,12 +36,12 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 34_635,
+    "lines of the library": 34_271,
     "files of the library": 155,
     "packages of the library": 14,
     "files at the package's root": 3,
     "options": 96,
-    "lines of tests": 30_838,
+    "lines of tests": 31_027,
     "files that name recompute": 22,
     "mentions of world_size outside the layout": 81,
     "places that ask for the kind of rows": 23,
