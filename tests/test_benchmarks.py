@@ -28,6 +28,7 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
         "head and loss": ["ours", "all logits"],
         "small model": ["ours", "HF Trainer"],
         "dpo": ["ours"],
+        "distill": ["ours", "ours, both"],
     }
     assert not [line for line in cpu.failures(result["parts"]) if "not the same work" in line]
     # 8 of 20 tokens go through the head; all logits are kept, made probabilities, and have a gradient.
