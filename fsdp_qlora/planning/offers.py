@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.taught import bytes_per_token
-from fsdp_qlora.model.architecture.models import load_config, load_tokenizer, most_positions
+from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
 from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.plan import build_plan, notes_of
@@ -44,7 +44,7 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
         log.info("%s", note)
     if tokenizer is None:
         if config.context_length == "auto":
-            most = min(config.longest_row, most_positions(model_config) or config.longest_row)
+            most = at_most_positions(model_config, config.longest_row)
             log.info("Context: rows of %s tokens, the most that auto takes; with --dataset they decide", f"{most:,}")
             config = dataclasses.replace(config, context_length=most)
         return Planner(config, request, model, tokens=tokens)

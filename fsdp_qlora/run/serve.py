@@ -15,7 +15,7 @@ import torch.distributed as dist
 import uvicorn
 
 from fsdp_qlora.config.marks import save_times
-from fsdp_qlora.config.options import MOST_OF_AUTO, RESULT_OPTIONS, TrainConfig
+from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
@@ -33,7 +33,7 @@ from fsdp_qlora.distributed.supervision import exits
 from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
-from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.models import at_most_positions
 from fsdp_qlora.planning.placement import PlacedModel, adapter_bytes, check_resources, least_free, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.planning.run_plan import Plan, teacher_config
@@ -154,9 +154,8 @@ def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: 
 def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) -> PlannedBase:
     """Plan a step of rows as long as the options or the model allow, and log it."""
     plan = plan_model(config, machine, store)
-    most = models.most_positions(plan.config) or MOST_OF_AUTO
     if config.context_length == "auto":
-        config = dataclasses.replace(config, context_length=min(most, MOST_OF_AUTO))
+        config = dataclasses.replace(config, context_length=at_most_positions(plan.config, config.longest_row))
     placed = place(config, plan, store=store)
     for line in PlanReport(placed, machine.gpu_memory and machine.gpu_memory[1]).lines():
         log.info("%s", line)

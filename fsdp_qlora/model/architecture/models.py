@@ -323,6 +323,11 @@ def most_positions(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
+def at_most_positions(config: PretrainedConfig, length: int) -> int:
+    """The smaller of `length` and the largest number of tokens that the model supports."""
+    return min(length, most_positions(config) or length)
+
+
 def _decoder(model: nn.Module) -> nn.Module:
     """The part through which all text passes. A module that transformers has not built is its own decoder."""
     return model.get_decoder() if isinstance(model, PreTrainedModel) else model
