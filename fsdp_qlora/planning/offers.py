@@ -119,7 +119,7 @@ def _teacher_lines(planner: Planner, run: PlannedRun) -> list[str]:
         return []
     from fsdp_qlora.planning.run_plan import teacher_config
 
-    teacher = make_planner(teacher_config(config, optimizer=""), run.request)
+    teacher = make_planner(teacher_config(config), run.request)
     asked = teacher.as_asked()
     hours = tokens / asked.tokens_per_second / 3600
     learned = planner.data.train.num_targets.sum() if planner.data else tokens

@@ -149,16 +149,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     return plan
 
 
-def teacher_config(config: TrainConfig, optimizer: str = "sgd") -> TrainConfig:
-    """The options by which the teacher is loaded: as the student, without its adapter, and without training.
-
-    optimizer: "" plans a forward pass alone.
-    """
+def teacher_config(config: TrainConfig) -> TrainConfig:
+    """The options by which the teacher is loaded: as the student, without its adapter, and without an optimizer."""
     kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
     train_type = next(name for name in kinds if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer)
     plain = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
     own = {"model_name": config.teacher, "adapter": config.teacher_adapter, "train_type": train_type, "lora_rank": 1}
-    own |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": optimizer}
+    own |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": ""}
     kept = read_adapter(Path(config.teacher_adapter).expanduser()).options if config.teacher_adapter else {}
     return dataclasses.replace(config, **{**plain, **own, **kept}, gradient_accumulation_steps=1)
 
@@ -179,7 +176,7 @@ def plan_teacher(
     """
     if data.have_images:
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
-    own, store = teacher_config(config, optimizer=""), dist.PrefixStore("teacher", store) if store else None
+    own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
     if read_json(Path(config.teacher or "").expanduser() / TEACHER):
         return None

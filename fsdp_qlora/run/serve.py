@@ -147,6 +147,7 @@ def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: 
             left = machine.gpu_memory[0] - placed.memory.reserved
             machine = dataclasses.replace(machine, free=max(0, left))
         own = teacher_config(dataclasses.replace(config, teacher=address.teacher))
+        own = dataclasses.replace(own, optimizer="sgd")  # of the trainer, which has no work
         bases.append(_planned(own, machine, dist.PrefixStore("teacher", store) if store else None))
     return bases
 
