@@ -36,7 +36,7 @@ OPTIONS = {"TrainConfig"}
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 34_271,
+    "lines of the library": 34_267,
     "files of the library": 155,
     "packages of the library": 14,
     "files at the package's root": 3,

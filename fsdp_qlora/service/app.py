@@ -124,14 +124,8 @@ class App:
         path = str((await _read_json(request)).get("tinker_path"))
         self.desk.path_of(path)
         about = self._known("model", path.split("/")[2])["about"]
-        parts = {name: about[name] for name in ("train_attn", "train_mlp")}
-        return {
-            "base_model": self.trained,
-            "is_lora": True,
-            "lora_rank": about["rank"],
-            "train_unembed": False,
-            **parts,
-        }
+        adapter = {"lora_rank": about["rank"], "train_attn": about["train_attn"], "train_mlp": about["train_mlp"]}
+        return {"base_model": self.trained, "is_lora": True, "train_unembed": False, **adapter}
 
     def _known(self, kind: str, name: str) -> dict[str, Any]:
         if (about := self.records.get(kind, name)) is None:
