@@ -10,6 +10,7 @@ service's and the loop's), which other programs on the machine disturb least; to
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -116,7 +117,8 @@ def loop(args: argparse.Namespace, data: list[types.Datum], service: psutil.Proc
 
 def start_service(args: argparse.Namespace, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "fsdp_qlora", "serve", *options(args), "--folder", str(folder)]
-    service = subprocess.Popen([*command, "--port", str(args.port), "--api_key", KEY], stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "TINKER_API_KEY": KEY}
+    service = subprocess.Popen([*command, "--port", str(args.port)], stdout=subprocess.DEVNULL, env=environment)
     rest = tinker.RestClient(base_url=f"http://127.0.0.1:{args.port}", api_key=KEY)  # tries again until it answers
     rest.get_server_capabilities().result()
     return service

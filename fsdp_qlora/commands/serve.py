@@ -3,12 +3,26 @@
 import argparse
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from fsdp_qlora.commands.run_config import parse_train_config
-from fsdp_qlora.distributed.supervision.launch import importing, relaunch_if_needed, set_torch_variables
+from fsdp_qlora.distributed.supervision.launch import (
+    importing,
+    is_started_by_others,
+    relaunch_if_needed,
+    set_torch_variables,
+)
+from fsdp_qlora.service.access import NO_KEY
 from fsdp_qlora.utils.errors import UserError
 
+_MODULE = ("-u", "-m", "fsdp_qlora", "serve")
+_KEY_VARIABLE = "TINKER_API_KEY"
+_KEY_HELP = (
+    "requests must have KEY (by default that of TINKER_API_KEY, else one that is drawn at the first start and kept in "
+    "the folder); none for no key"
+)
 _DEFAULTS = {"--lora_rank": "32", "--batching": "packed"}
 
 
@@ -16,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", required=True, metavar="DIR", help="for adapters and what clients have asked")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="to listen at (default: 8000)")
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="other machines need 0.0.0.0 here")
-    parser.add_argument("--api_key", metavar="KEY", help="that requests must have (default: TINKER_API_KEY, else none)")
+    parser.add_argument("--api_key", metavar="KEY", help=_KEY_HELP)
     parser.add_argument("--teacher", metavar="NAME", help="a second model to sample from and to ask, not trained")
     parser.add_argument("--max_models", type=int, default=8, metavar="N", help="adapters in memory (default: 8)")
 
@@ -32,20 +46,41 @@ def run(args: argparse.Namespace) -> int | None:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
         raise UserError("--max_models is 1 or more.")
+    if args.api_key not in (None, NO_KEY):
+        _start_without_key_in_arguments(args.api_key, args.words)
     given = {word.partition("=")[0] for word in args.training_options}
     defaults = [part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)]
     config = parse_train_config([*args.training_options, *defaults, "--output_dir", args.folder])
     set_torch_variables()
     if not config.is_preview:
-        status = relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", "serve"))
+        status = relaunch_if_needed(config, args.words, _MODULE)
         if status is not None:
             return status
     with importing():
         from fsdp_qlora.distributed.process_group import process_group_closed
         from fsdp_qlora.run.serve import Address, serve
 
-    key = args.api_key or os.environ.get("TINKER_API_KEY")
+    key = NO_KEY if args.api_key == NO_KEY else os.environ.get(_KEY_VARIABLE)
     with process_group_closed():
         address = Address(args.host, args.port, Path(args.folder).expanduser(), args.max_models, key, args.teacher)
         serve(config, address)
     return None
+
+
+def _start_without_key_in_arguments(key: str, words: list[str]) -> NoReturn:
+    """Start this program again with the key in its environment: everybody on a machine can read arguments.
+
+    Raises:
+        UserError: another program has started the ranks, whose arguments have the key too.
+    """
+    if is_started_by_others():
+        raise UserError(f"--api_key is in the arguments of the ranks' launcher, too. Give it by {_KEY_VARIABLE}.")
+    left = list[str]()
+    for word in words:
+        if left and left[-1] == "--api_key":
+            left.pop()
+        elif not word.startswith("--api_key=") and not word.startswith("--api-key="):
+            left.append("--api_key" if word == "--api-key" else word)
+    os.environ[_KEY_VARIABLE] = key
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *_MODULE, *left])

@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import json
 import logging
+import shlex
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import uvicorn
@@ -34,24 +37,44 @@ from fsdp_qlora.distributed.supervision.presence import Presence
 from fsdp_qlora.distributed.supervision.stops import Control, Signals
 from fsdp_qlora.distributed.supervision.watchdog import Watchdog
 from fsdp_qlora.model.architecture.models import at_most_positions
+from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.planning.placement import PlacedModel, adapter_bytes, check_resources, least_free, place
 from fsdp_qlora.planning.plan import Machine, plan_model
 from fsdp_qlora.planning.run_plan import Plan, teacher_config
 from fsdp_qlora.planning.search import PlanReport
 from fsdp_qlora.run.load_model import build_trainer, fetch_weights, load_model, result_form
+from fsdp_qlora.service.access import KEY_FILE, NO_KEY, Access, check_key, is_of_this_machine, kept_key
 from fsdp_qlora.service.app import App
-from fsdp_qlora.service.desk import Base, Desk
+from fsdp_qlora.service.connections import Connections
+from fsdp_qlora.service.desk import Desk, reason_of
+from fsdp_qlora.service.failures import Failures
 from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.orders import Base
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.rooms import Rooms
 from fsdp_qlora.service.worker import Order, RequestTargets, Worker
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
+from fsdp_qlora.utils.files import fingerprint_files
 from fsdp_qlora.utils.text import fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
+# Options that change what an adapter computes, besides its rank, which is its own.
+_IDENTITY = (
+    "train_type",
+    "quant_type",
+    "double_quant",
+    "group_size",
+    "n_bits",
+    "int8_threshold",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+)
+_HIDDEN_COPIES = 3  # of a token's hidden state, for each of its targets: chosen, in the compute dtype, its gradient
 _PAUSE_SECONDS = 0.5  # between two signs of life while nothing is to do
 _BY_GLOO = torch.device("cpu")  # a GPU would be busy while ranks wait
 _LESS_MEMORY = "a smaller --context_length or --batch_size, --use_cpu_offload true, more or larger GPUs"
@@ -60,8 +83,8 @@ _LESS_MEMORY = "a smaller --context_length or --batch_size, --use_cpu_offload tr
 class Address(NamedTuple):
     """Where a service listens, and what it keeps.
 
-    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that requests must have.
-    teacher: a second base, which is served as it is.
+    folder: of its records and checkpoints. most_models: adapters in host memory. api_key: that requests must have;
+    None for the one that is kept in the folder, "none" for no key. teacher: a second base, which is served as it is.
     """
 
     host: str
@@ -98,11 +121,14 @@ def serve(config: TrainConfig, address: Address) -> None:
     presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
     with exits.aborting_others(presence), signals.handled():
         with kept_until_all_connect(store, ranks):
-            opened = _opened(config, address) if ranks.is_rank_0 else None
+            opened = _opened(address) if ranks.is_rank_0 else None
             bases = _plan(config, ranks, store, address)
             for base in bases:
                 check_resources(base.config, base.placed)
             weights = [fetch_weights(base.config, base.placed.model, ranks, base.store or store) for base in bases]
+            if opened is not None:
+                _check_identity(opened.records, address.folder, bases[0], weights[0])
+        failures = Failures(dist.PrefixStore("orders", store), ranks)
         start_process_group(ranks, store, layout=bases[0].placed.layout, timeout_minutes=minutes)
         control = Control(is_rank_0=ranks.is_rank_0, signals=signals)
         with exits.loading_explained(ranks.rank, _LESS_MEMORY):
@@ -111,23 +137,73 @@ def serve(config: TrainConfig, address: Address) -> None:
         for worker in workers:
             worker.free = free
         if opened is not None:
-            desk = _start_server([*map(_described, bases, workers)], *opened, config, address)
+            desk = _start_server([*map(_described, bases, workers)], opened, config, address)
         watchdog = Watchdog(control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder)
         signals.is_starting = False
         with exits.reporting_failures(watchdog, memory_settings=_LESS_MEMORY), watchdog.watching():
-            _work(workers, desk, control)
+            _work(workers, desk, control, failures)
 
 
-def _opened(config: TrainConfig, address: Address) -> tuple[Records, socket.socket]:
-    """The folder's records, and the socket to listen at: they may be refused, so they come first."""
-    records, own = Records(address.folder), {"model": config.base_name or config.model_name}
-    if (known := records.get("service", "base")) not in (None, own):
-        raise UserError(f"--folder {address.folder} has the adapters of {known['model']}. Give another folder.")
-    records.put("service", "base", own)
+class Opened(NamedTuple):
+    """Records, socket and key, which rank 0 opens before the model is loaded. key: None for none."""
+
+    records: Records
+    listening: socket.socket
+    key: str | None
+
+
+def _opened(address: Address) -> Opened:
+    """Open the folder's records and the socket to listen at: they may be refused, so they come first."""
+    has_no_key = address.api_key == NO_KEY
+    if has_no_key and not is_of_this_machine(address.host):
+        raise UserError(
+            f"--host {address.host} lets other machines in, and --api_key none anybody on them. Leave --api_key out."
+        )
+    if address.api_key is not None and not has_no_key:
+        check_key(address.api_key, "--api_key or TINKER_API_KEY")
+    records = Records(address.folder)
+    key = None if has_no_key else address.api_key or _key_of(address.folder)
     try:
-        return records, socket.create_server((address.host, address.port))
+        return Opened(records, socket.create_server((address.host, address.port)), key)
     except (OSError, OverflowError) as error:
         raise UserError(f"--host {address.host} --port {address.port}: {error}. Give others.") from error
+
+
+def _key_of(folder: Path) -> str:
+    """The key that is kept in the folder. How clients get it is printed past the filter that hides secrets."""
+    key, is_new = kept_key(folder)
+    value = key if is_new else f'"$(cat {shlex.quote(str(folder / KEY_FILE))})"'
+    print(f"Clients need this service's key:\n    export TINKER_API_KEY={value}", file=sys.__stdout__, flush=True)
+    return key
+
+
+def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: Weights) -> None:
+    """Refuse a folder whose adapters were made in another way; they would compute something else here.
+
+    Raises:
+        UserError: names what differs, with both values.
+    """
+    options = resolved_options(base.config)
+    identity = {name: options[name] for name in _IDENTITY}
+    identity["precision"] = base.placed.model.precision.name
+    identity["the base's weights"] = fingerprint_files(weights.files.files.values())
+    identity = json.loads(json.dumps(identity))
+    named = {"model": base.config.base_name or base.config.model_name}
+    known = records.get("service", "base") or named
+    before = known.get("identity")
+    if before is None and known["model"] != named["model"]:
+        raise UserError(f"--folder {folder} has the adapters of {known['model']}. Give another folder.")
+    changes = [
+        f"{name} was {before[name]} and is {value}"
+        for name, value in identity.items()
+        if before is not None and name in before and before[name] != value
+    ]
+    if changes:
+        raise UserError(
+            f"--folder {folder} has adapters that were made in another way: {'; '.join(changes)}. Give the same "
+            "options and base, or another folder."
+        )
+    records.put("service", "base", {**named, "identity": identity})
 
 
 def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address) -> list[PlannedBase]:
@@ -188,9 +264,25 @@ def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
         trainer.try_longest(RowsInMemory(table, np.arange(size)))
     options = {name: value for name, value in resolved_options(config).items() if name in RESULT_OPTIONS}
     about = {"facts": {}, "run_id": None, "options": options, "prompt": None}
-    limits = Limits(plan.meta.model.get_input_embeddings().num_embeddings, config.longest_row - 1)
     rooms = Rooms(trainer, mesh, result_form(config, plan), about)
-    return Worker(rooms, placed, targets, limits, functools.partial(control.heartbeat.beat, 0, "compute"))
+    return Worker(
+        rooms, placed, targets, _limits(config, placed), functools.partial(control.heartbeat.beat, 0, "compute")
+    )
+
+
+def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
+    """Limits of a request, with as many targets at once as fit into half of what the loaded model leaves."""
+    plan = placed.model
+    machine = plan.machine
+    if machine.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(machine.device)
+    else:
+        free = psutil.virtual_memory().available // machine.ranks.local_world_size
+    hidden_bytes = block_shapes(plan.config)[0].hidden * plan.precision.compute_dtype.itemsize
+    targets = free // 2 // (_HIDDEN_COPIES * hidden_bytes)
+    tokens = config.batch_size * config.longest_row
+    vocabulary = plan.meta.model.get_input_embeddings().num_embeddings
+    return Limits(vocabulary, config.longest_row - 1, tokens, max(tokens, targets))
 
 
 def _described(base: PlannedBase, worker: Worker) -> Base:
@@ -200,25 +292,32 @@ def _described(base: PlannedBase, worker: Worker) -> Base:
     return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
 
 
-def _start_server(
-    bases: list[Base], records: Records, listening: socket.socket, config: TrainConfig, address: Address
-) -> Desk:
+def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, address: Address) -> Desk:
     """Answer requests in a thread of rank 0; returns the desk that has the work."""
     steps, minutes = save_times(config.save_every)
-    most = {"most_rank": config.lora_rank, "most_models": address.most_models}
-    desk = Desk(records, address.folder, bases, **most, save_times=(steps, 60 * minutes))
-    app = App(desk, address.api_key)
+    desk = Desk(
+        opened.records,
+        address.folder,
+        bases,
+        most_rank=config.lora_rank,
+        most_models=address.most_models,
+        save_times=(steps, 60 * minutes),
+    )
+    app = App(desk)
     desk.on_done = app.wake
-    server = uvicorn.Server(uvicorn.Config(app.api, log_level="warning"))
-    threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True).start()
-    host, port, *_ = listening.getsockname()
+    connections = Connections()
+    access = Access(app.api, opened.key, address.host, on_allowed=connections.trust)
+    settings = uvicorn.Config(access, http=connections.protocol(), ws="none", log_level="warning")
+    server = uvicorn.Server(settings)
+    threading.Thread(target=server.run, kwargs={"sockets": [opened.listening]}, daemon=True).start()
+    host, port, *_ = opened.listening.getsockname()
     names = " and ".join(base.names[0] for base in bases)
     log.info("Serving %s at http://%s:%d. Ctrl-C ends it, and the same command continues.", names, host, port)
     return desk
 
 
 @gc_frozen()
-def _work(workers: list[Worker], desk: Desk | None, control: Control) -> None:
+def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: Failures) -> None:
     """Carry out the orders of rank 0 on all ranks, until they agree to stop."""
     while True:
         order = desk.take(_PAUSE_SECONDS) if desk is not None else None
@@ -230,11 +329,19 @@ def _work(workers: list[Worker], desk: Desk | None, control: Control) -> None:
         if not text:
             continue
         received: Order = json.loads(text)
+        worker = workers[received.get("base", 0)]
         try:
-            results = workers[received.get("base", 0)].carry_out(received)
-        except UserError as error:
-            if desk is not None:
-                desk.refuse(str(error))
+            results = worker.carry_out(received)
+        except UserError as error:  # on every rank, and nothing is in between
+            reason = str(error)
+        except Exception as error:
+            if not failures.are_of_all_ranks(error):
+                raise
+            reason = reason_of(error, "done")
+            worker.recover()
         else:
             if desk is not None:
                 desk.finish(received, results)
+            continue
+        if desk is not None:
+            desk.refuse(reason)

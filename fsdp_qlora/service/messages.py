@@ -1,6 +1,7 @@
 """The protocol's messages: from the bytes of a request to rows of tokens, and from results to bytes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,25 +15,46 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
-from fsdp_qlora.service.losses import LOSSES
+from fsdp_qlora.service.losses import LOSSES, Loss
 from fsdp_qlora.utils.errors import UserError
 
 _DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
-_MOST_VALUES = 2**26  # of a tensor; a sparse one may say more than it sends
+_MOST_DATUMS = 2**14  # of a request
+_MOST_TARGETS = 2**22  # of a request; a sparse tensor may say more than it sends
 _NO_TOP = -99999.0  # where a top-k list is empty
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request. vocabulary: its token ids are below this. context_length: tokens of a row."""
+    """Limits of a request.
+
+    vocabulary: its token ids are below this. context_length: tokens of a row. tokens_at_once: of a micro-batch.
+    targets_at_once: of a micro-batch, whose tokens may have several; the hidden state is there once for each.
+    """
 
     vocabulary: int
     context_length: int
+    tokens_at_once: int
+    targets_at_once: int
 
     def check(self, tokens: np.ndarray, what: str) -> np.ndarray:
         if not 0 < len(tokens) <= self.context_length:
             raise UserError(f"{what} has {len(tokens):,} tokens; here it must be 1 to {self.context_length:,}.")
         return self.check_known(tokens, what)
+
+    def check_targets(self, positions: int, width: int) -> None:
+        """Refuse a request for whose targets there is no memory, before any is taken.
+
+        Args:
+            positions: tokens of all datums. width: the most targets of a token.
+        """
+        at_once = min(positions, self.tokens_at_once)
+        most = min(_MOST_TARGETS // max(1, positions), self.targets_at_once // max(1, at_once), self.vocabulary)
+        if width > max(1, most) or positions > _MOST_TARGETS:
+            raise UserError(
+                f"The request has {positions:,} tokens with up to {width:,} targets each, and there is memory for "
+                f"{max(1, most):,} each (and for {_MOST_TARGETS:,} tokens in all). Send fewer."
+            )
 
     def check_known(self, tokens: np.ndarray, what: str) -> np.ndarray:
         if len(bad := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
@@ -63,25 +85,14 @@ class TrainRequest:
         given = {**message.loss_fn_config, **{name: each.number for name, each in message.loss_fn_config_v2.items()}}
         if unknown := given.keys() - loss.config.keys():
             raise UserError(f"The loss {message.loss_fn} has no setting {', '.join(sorted(unknown))}.")
-        names = ("target_tokens", *loss.tensors, *loss.optional)
+        if not all(map(math.isfinite, given.values())):
+            raise UserError(f"The loss {message.loss_fn} has a setting that is not finite: {given}.")
+        _check_sizes(message, limits)
         rows, datums = list[np.ndarray](), list[dict[str, np.ndarray]]()
         for number, datum in enumerate(message.data):
             tokens = limits.check(_tokens(datum.model_input, f"Datum {number}"), f"Datum {number}")
-            if unknown := datum.loss_fn_inputs.keys() - {*names, "mask"}:
-                raise UserError(f"Datum {number}: the loss {message.loss_fn} takes no {', '.join(sorted(unknown))}.")
-            for name in names:
-                if name not in datum.loss_fn_inputs and name not in loss.optional:
-                    raise UserError(f"Datum {number} has no {name}, which the loss {message.loss_fn} needs.")
-            found = {name: _array(datum.loss_fn_inputs[name], name) for name in names if name in datum.loss_fn_inputs}
-            limits.check_known(found["target_tokens"], f"Datum {number}")
-            shape = (len(tokens), *found["target_tokens"].shape[1:])
-            if len(shape) > 1 and message.loss_fn != "cross_entropy":
-                raise UserError(f"Datum {number}: only cross_entropy takes several targets of a token.")
-            for name, array in found.items():
-                if array.shape != shape:
-                    raise UserError(f"Datum {number}: {name} has the shape {array.shape}, and {shape} is needed.")
+            datums.append(_read_inputs(datum, number, (message.loss_fn, loss), len(tokens), limits))
             rows.append(np.append(tokens, 0))
-            datums.append({**{name: np.ones(shape, np.float32) for name in loss.optional}, **found})
         if not rows:
             raise UserError("The request has no data.")
         return cls(
@@ -109,19 +120,20 @@ class TrainRequest:
 
     def encode(self, logprobs: np.ndarray, metrics: Mapping[str, float]) -> bytes:
         """The answer. logprobs: float32 [positions of all datums, K]."""
-        answer, first = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics), 0
-        for number, shape in enumerate(self.shapes):
-            trailing = list(shape[1:])
-            if not number or trailing != list(self.shapes[number - 1][1:]):
-                record = answer.loss_fn_outputs.add()
-                field = record.fields["logprobs"]
-                field.dtype, field.offsets = pb.DTYPE_FLOAT32, np.zeros(1, "<i8").tobytes()
-                field.trailing_shape.extend(trailing)
-            own = logprobs[first : first + shape[0], : trailing[0] if trailing else 1]
-            field.data += own.astype("<f4").tobytes()
-            field.offsets += np.array([len(field.data)], "<i8").tobytes()
-            record.num_datums += 1
-            first += shape[0]
+        answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+        first = 0
+        for trailing, group in itertools.groupby(self.shapes, key=lambda shape: shape[1:]):
+            lengths = [shape[0] for shape in group]
+            width = trailing[0] if trailing else 1
+            own = logprobs[first : first + sum(lengths), :width].astype("<f4")
+            first += sum(lengths)
+            record = answer.loss_fn_outputs.add(num_datums=len(lengths))
+            field = record.fields["logprobs"]
+            field.dtype = pb.DTYPE_FLOAT32
+            field.trailing_shape.extend(trailing)
+            field.data = own.tobytes()
+            ends = np.cumsum([0, *lengths], dtype="<i8") * (own.itemsize * width)
+            field.offsets = ends.tobytes()
         return answer.SerializeToString()
 
 
@@ -186,28 +198,73 @@ def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
         raise UserError(f"{what} has tokens that are no 32-bit numbers.") from error
 
 
-def _array(tensor: pb.Tensor, name: str) -> np.ndarray:
-    """The dense values of a tensor, int64 for target_tokens and float32 for others. Raises UserError."""
+def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
+    """Refuse a request that is too large, by the sizes that it names and before any array is made."""
+    if len(message.data) > _MOST_DATUMS:
+        raise UserError(f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} are served at a time.")
+    positions, width = 0, 1
+    for datum in message.data:
+        positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
+        if "target_tokens" in datum.loss_fn_inputs:
+            width = max(width, *datum.loss_fn_inputs["target_tokens"].shape[1:2], 0)
+    limits.check_targets(positions, width)
+
+
+def _read_inputs(
+    datum: pb.Datum, number: int, named_loss: tuple[str, Loss], length: int, limits: Limits
+) -> dict[str, np.ndarray]:
+    """The values of a datum's targets: a loss's tensors, [length] or [length, K]. Raises UserError."""
+    loss_name, loss = named_loss
+    names = ("target_tokens", *loss.tensors, *loss.optional)
+    given = datum.loss_fn_inputs
+    if unknown := given.keys() - {*names, "mask"}:
+        raise UserError(f"Datum {number}: the loss {loss_name} takes no {', '.join(sorted(unknown))}.")
+    for name in names:
+        if name not in given and name not in loss.optional:
+            raise UserError(f"Datum {number} has no {name}, which the loss {loss_name} needs.")
+    shape = (length, *given["target_tokens"].shape[1:])
+    if len(shape) > 2 or min(shape) < 1:
+        raise UserError(f"Datum {number}: target_tokens has the shape {shape}; it must be [tokens] or [tokens, K].")
+    if len(shape) > 1 and loss_name != "cross_entropy":
+        raise UserError(f"Datum {number}: only cross_entropy takes several targets of a token.")
+    values = {name: np.ones(shape, np.float32) for name in loss.optional}
+    for name in names:
+        if name in given:
+            values[name] = _array(given[name], f"Datum {number}: {name}", shape)
+    limits.check_known(values["target_tokens"], f"Datum {number}")
+    return values
+
+
+def _array(tensor: pb.Tensor, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The dense values of a tensor of this shape, int64 for target_tokens and float32 for others. Raises UserError."""
     try:
-        if math.prod(tensor.shape) > _MOST_VALUES:
-            raise ValueError("it is too large")
+        if tuple(tensor.shape) not in (shape, ()):
+            raise ValueError(f"its shape is {tuple(tensor.shape)}, and {shape} is needed")
+        dtype = np.dtype(_DTYPES[tensor.dtype])
         if tensor.HasField("sparse_csr"):
-            csr = tensor.sparse_csr
-            rows, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
-            array = np.zeros(tuple(tensor.shape), _DTYPES[tensor.dtype])
-            if len(rows) != len(array) + 1 or rows[0] != 0 or rows[-1] != len(columns) or (columns < 0).any():
-                raise ValueError("its indices are not those of rows and columns")
-            array[np.repeat(np.arange(len(array)), np.diff(rows)), columns] = np.frombuffer(csr.values, array.dtype)
+            array = _dense(tensor.sparse_csr, shape, dtype)
         else:
-            array = np.frombuffer(tensor.dense, _DTYPES[tensor.dtype])
-            array = array.reshape(tuple(tensor.shape) or -1)
+            array = np.frombuffer(tensor.dense, dtype).reshape(shape)
         if not np.isfinite(array).all():
             raise ValueError("a number is not finite")
-        if array.ndim not in (1, 2) or not array.size:
-            raise ValueError(f"its shape is {array.shape}")
+        if name.endswith("target_tokens") and (array != array.astype(np.int64)).any():
+            raise ValueError("a token is no whole number")
     except (ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
         raise UserError(f"{name} cannot be read: {error}.") from error
-    return array.astype(np.int64 if name == "target_tokens" else np.float32)
+    return array.astype(np.int64 if name.endswith("target_tokens") else np.float32)
+
+
+def _dense(csr: pb.SparseCsr, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """The values of a tensor in compressed rows, [rows, columns]. Raises ValueError or IndexError."""
+    rows, columns = (np.frombuffer(part, "<i8") for part in (csr.crow_indices, csr.col_indices))
+    values = np.frombuffer(csr.values, dtype)
+    counts = np.diff(rows)
+    is_whole = len(shape) == 2 and len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(columns)
+    if not is_whole or len(values) != len(columns) or (columns < 0).any() or (counts < 0).any():
+        raise ValueError("its indices are not those of rows and columns")
+    array = np.zeros(shape, dtype)
+    array[np.repeat(np.arange(len(array)), counts), columns] = values
+    return array
 
 
 def _table(rows: Sequence[np.ndarray]) -> TokenizedRows:

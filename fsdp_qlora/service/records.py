@@ -5,7 +5,9 @@ each is written before its client hears of it, and its result before it is shown
 the same answer and no piece counts twice.
 """
 
+import contextlib
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.utils.errors import UserError
 
+_FILE = "service.db"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (kind TEXT, id TEXT, about TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS pieces (
@@ -22,6 +25,10 @@ CREATE TABLE IF NOT EXISTS pieces (
 );
 CREATE INDEX IF NOT EXISTS by_target ON pieces (target, seq);
 """
+_COLUMNS = {
+    "entries": {"kind", "id", "about"},
+    "pieces": {"number", "id", "target", "seq", "kind", "body", "state", "result", "tries"},
+}
 WAITING, DONE, FAILED = "waiting", "done", "failed"
 
 
@@ -29,35 +36,56 @@ class Piece(NamedTuple):
     """A request for the ranks.
 
     target: the model or sampling session that it is for. seq: its place among the target's. kind: the name of its
-    endpoint. body: as it was sent.
+    endpoint.
     """
 
     id: str
     target: str
     seq: int
     kind: str
-    body: bytes
 
 
 class Records:
-    """The file of a service. Its methods may be called in any thread.
+    """The file of a service. Its methods may be called in any thread. They raise sqlite3.Error on a full disk.
+
+    The folder is for its owner alone, and so is the file: it has what clients have sent.
 
     Raises:
-        UserError: the folder cannot be written, or another service uses it.
+        UserError: the folder cannot be written, another service uses it, or its file is damaged or missing.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        path = folder / _FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(
-                folder / "service.db", timeout=1, isolation_level=None, check_same_thread=False
-            )
+            folder.chmod(0o700)
+            _make_private(path)
+            self._file = sqlite3.connect(path, timeout=1, isolation_level=None, check_same_thread=False)
             self._file.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._file.executescript(f"PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; {_TABLES}")
         except (OSError, sqlite3.Error) as error:
             why = "another service uses it" if "locked" in str(error) else error
             raise UserError(f"--folder {folder} cannot be used ({why}).") from error
+        self._check(folder)
+
+    def _check(self, folder: Path) -> None:
+        """Refuse a damaged file, and one that does not know the models whose folders lie beside it."""
+        advice = f"Put back a copy of {_FILE}, or give another --folder."
+        try:
+            [(verdict,)] = self._execute("PRAGMA quick_check(1)")
+            for table, expected in _COLUMNS.items():
+                found = {row[1] for row in self._execute(f"PRAGMA table_info({table})")}
+                if not expected <= found:
+                    verdict = f"it has other columns in {table}"
+            is_new = not self._execute("SELECT 1 FROM entries LIMIT 1")
+        except sqlite3.Error as error:
+            verdict = str(error)
+        if verdict != "ok":
+            raise UserError(f"{folder / _FILE} is damaged: {verdict}. {advice}")
+        models = [path.name for path in folder.glob("*_train_*") if path.is_dir()]
+        if is_new and models:
+            raise UserError(f"{folder / _FILE} is empty, and the folder has weights of {len(models)} models. {advice}")
 
     def put(self, kind: str, name: str, about: dict[str, Any]) -> None:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(about))
@@ -74,16 +102,16 @@ class Records:
     def delete(self, kind: str, name: str) -> None:
         self._execute("DELETE FROM entries WHERE kind = ? AND id = ?", kind, name)
 
-    def add(self, piece: Piece) -> bool:
-        """Add a piece; False if it is there already."""
-        return bool(
-            self._execute(
-                "INSERT OR IGNORE INTO pieces (id, target, seq, kind, body, state) VALUES (?, ?, ?, ?, ?, ?) "
-                "RETURNING number",
-                *piece,
-                WAITING,
-            )
-        )
+    def add(self, piece: Piece, body: bytes) -> bool:
+        """Add a piece with its request's body; False if it is there already."""
+        columns = "(id, target, seq, kind, body, state)"
+        statement = f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
+        return bool(self._execute(statement, *piece, body, WAITING))
+
+    def body(self, name: str) -> bytes:
+        """The body of a piece that may have to be done, again or for the first time."""
+        [(body,)] = self._execute("SELECT body FROM pieces WHERE id = ?", name)
+        return bytes(body or b"")
 
     def begin(self, name: str) -> int:
         """Count that a piece is worked on; returns how often it has been."""
@@ -91,10 +119,25 @@ class Records:
         return int(tries)
 
     def finish(self, results: Iterable[tuple[str, str, bytes | None]]) -> None:
-        """Write (id, state, result) of pieces, all or none."""
-        with self._lock, self._file:
-            self._file.execute("BEGIN")
-            self._file.executemany("UPDATE pieces SET state = ?2, result = ?3 WHERE id = ?1", results)
+        """Write (id, state, result) of pieces, all or none.
+
+        The bodies of samples and of what has failed are not needed any more. Where one is NULL, the piece still says
+        which numbers are used.
+        """
+        body = f"CASE WHEN kind = 'asample' OR ?2 = '{FAILED}' THEN NULL ELSE body END"
+        with self.all_or_none():
+            self._file.executemany(f"UPDATE pieces SET state = ?2, result = ?3, body = {body} WHERE id = ?1", results)
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """In this block all that is written is written at its end, or nothing."""
+        with self._lock:
+            if self._file.in_transaction:
+                yield
+                return
+            with self._file:
+                self._file.execute("BEGIN")
+                yield
 
     def result(self, name: str) -> tuple[str, bytes] | None:
         """(state, result) of a piece; None if it is unknown."""
@@ -102,12 +145,12 @@ class Records:
 
     def waiting(self) -> list[Piece]:
         """The pieces without a result, in the order in which they came."""
-        query = "SELECT id, target, seq, kind, body FROM pieces WHERE state = 'waiting' ORDER BY number"
+        query = "SELECT id, target, seq, kind FROM pieces WHERE state = 'waiting' ORDER BY number"
         return [Piece(*row) for row in self._execute(query)]
 
     def done_after(self, target: str, seq: int) -> list[Piece]:
         """The pieces of a target that were done and come after a number, in their order."""
-        query = "SELECT id, target, seq, kind, body FROM pieces WHERE target = ? AND seq > ? AND state = 'done'"
+        query = "SELECT id, target, seq, kind FROM pieces WHERE target = ? AND seq > ? AND state = 'done'"
         return [Piece(*row) for row in self._execute(f"{query} ORDER BY seq", target, seq)]
 
     def last_done(self, target: str) -> int:
@@ -120,11 +163,37 @@ class Records:
         """Free what repeating a target's pieces up to a number would need; their results stay."""
         self._execute("UPDATE pieces SET body = x'' WHERE target = ? AND seq <= ? AND state != 'waiting'", target, seq)
 
-    def forget_old(self, kept: int) -> None:
-        """Delete all but so many of the newest pieces: samples, and what needs no repeating."""
-        old = "state != 'waiting' AND number <= (SELECT MAX(number) FROM pieces) - ?"
-        self._execute(f"DELETE FROM pieces WHERE {old} AND (kind = 'asample' OR body = x'')", kept)
+    def forget_old(self, most: int, most_bytes: int) -> None:
+        """Delete results but for so many of the newest ones and their bytes; samplers of single requests with theirs.
+
+        Pieces that may have to be repeated stay.
+        """
+        old = "state != 'waiting' AND (kind = 'asample' OR body = x'')"
+        rows = self._execute(f"SELECT number, length(result) FROM pieces WHERE {old} ORDER BY number DESC")
+        total = 0
+        for count, (number, size) in enumerate(rows):
+            total += size or 0
+            if count >= most or (count and total > most_bytes):
+                self._execute(f"DELETE FROM pieces WHERE {old} AND number <= ?", number)
+                break
+
+    def forget_direct_samplers(self, before: float) -> None:
+        """Delete the samplers of single requests that came before a time and are forgotten."""
+        is_used = "EXISTS (SELECT 1 FROM pieces WHERE target = entries.id)"
+        is_old = "coalesce(json_extract(about, '$.time'), 0) < ?"
+        one = "kind = 'sampler' AND id LIKE 'direct:%'"
+        self._execute(f"DELETE FROM entries WHERE {one} AND {is_old} AND NOT {is_used}", before)
+
+    def forget_target(self, target: str) -> None:
+        """Delete all pieces of a model or sampler."""
+        self._execute("DELETE FROM pieces WHERE target = ?", target)
 
     def _execute(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         with self._lock:
             return self._file.execute(statement, values).fetchall()
+
+
+def _make_private(path: Path) -> None:
+    """Make a file that its owner alone can read; what SQLite puts beside it gets the same mode."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
+    path.chmod(0o600)

@@ -4,11 +4,12 @@ The model's adapters have the service's rank. One of a smaller rank fills its fi
 rest is zero: it then gets no gradient, so that AdamW leaves it zero, and the product is that of the smaller rank.
 """
 
+import contextlib
 import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.checkpoint.checkpoint import STATE, DamagedCheckpoint, publish_checkpoint, records_of, verify
-from fsdp_qlora.distributed.process_group import raise_on_all_ranks
+from fsdp_qlora.distributed.process_group import gather_numbers, raise_on_all_ranks
 from fsdp_qlora.distributed.shards import gather_rows, local_part, own_rows, store_rows
 from fsdp_qlora.export.save_results import ResultForm
 from fsdp_qlora.model.adapters.first_values import LiveValues, first_adapter_value
@@ -107,6 +108,18 @@ class Rooms:
         optimizer.forget()
         self.inside = None
 
+    def is_finite(self) -> bool:
+        """Whether all numbers of the adapter in the shards are finite, on every rank. Collective."""
+        bad = [(~local_part(parameter).isfinite()).any() for parameter in self.parameters.values()]
+        count = float(torch.stack([each.to("cpu") for each in bad]).sum())
+        return not gather_numbers([count], self.trainer.ranks.device).any()
+
+    def abandon(self) -> None:
+        """Leave what is in the shards as it is: a failure may have changed it. The next adapter takes its place."""
+        self.trainer.optimizer.zero_grad()
+        self.trainer.optimizer.forget()
+        self.inside = None
+
     def frozen(self, room: Room) -> list[nn.Parameter]:
         """The adapters that a room leaves as they are, of the layers that its request excludes."""
         return [parameter for name, parameter in self.parameters.items() if not self._trains(room, name)]
@@ -132,34 +145,46 @@ class Rooms:
         """Save an adapter: PEFT's files, those of the optimizer, state.json and hashes, complete or not at all.
 
         Raises:
-            TrainingError: on every rank, if it cannot be written.
+            UserError: on every rank, if it cannot be written.
         """
         self.enter(room)
-        ranks = self.trainer.ranks
-        staging, config = folder.with_name(f".{folder.name}.writing"), copy.copy(self.form.adapter)
+        staging = folder.with_name(f".{folder.name}.writing")
+        config = copy.copy(self.form.adapter)
         assert config is not None
         config.r = room.rank
-        if ranks.is_rank_0:
-            shutil.rmtree(staging, ignore_errors=True)
-        values = _Narrowed(self, room, keeps=ranks.is_rank_0)
-        with raise_on_all_ranks(TrainingError, ranks.device):
-            form = dataclasses.replace(self.form, adapter=config)
-            about = {**self.identity, "options": {**self.identity["options"], "lora_rank": room.rank}}
+        form = dataclasses.replace(self.form, adapter=config)
+        about = {**self.identity, "options": {**self.identity["options"], "lora_rank": room.rank}}
+        with self._writing(staging):
+            if self.trainer.ranks.is_rank_0:
+                shutil.rmtree(staging, ignore_errors=True)
+            values = _Narrowed(self, room, keeps=self.trainer.ranks.is_rank_0)
             form.save(values, staging, about=about, progress={"step": room.steps})
         moments = self._moments(room) if with_optimizer and room.steps else {}
-        with raise_on_all_ranks(TrainingError, ranks.device):
-            if ranks.is_rank_0:
-                try:
-                    if moments:
-                        save_file(moments, staging / OPTIMIZER)
-                    state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
-                    write_json(staging / STATE, {**state, "has_optimizer": with_optimizer})
-                    files = [path for path in staging.rglob("*") if path.is_file()]
-                    names = [path.relative_to(staging).as_posix() for path in files]
-                    shutil.rmtree(folder, ignore_errors=True)
-                    publish_checkpoint(staging, folder, dict(zip(names, records_of(files), strict=True)))
-                except (OSError, SafetensorError) as error:
-                    raise TrainingError(f"{folder} cannot be written ({error}).") from error
+        with self._writing(staging):
+            if self.trainer.ranks.is_rank_0:
+                self._write_state(room, staging, moments, with_optimizer=with_optimizer)
+                files = [path for path in staging.rglob("*") if path.is_file()]
+                names = [path.relative_to(staging).as_posix() for path in files]
+                shutil.rmtree(folder, ignore_errors=True)
+                publish_checkpoint(staging, folder, dict(zip(names, records_of(files), strict=True)))
+
+    @contextlib.contextmanager
+    def _writing(self, staging: Path) -> Iterator[None]:
+        """In this block rank 0 writes a folder. If it cannot, the request fails on all ranks, and the room is freed."""
+        with raise_on_all_ranks(UserError, self.trainer.ranks.device):
+            try:
+                yield
+            except (OSError, SafetensorError, TrainingError) as error:
+                shutil.rmtree(staging, ignore_errors=True)
+                cause = next((each for each in _causes(error) if isinstance(each, OSError)), error)
+                raise UserError(f"The weights cannot be written to the service's folder: {cause}.") from error
+
+    @staticmethod
+    def _write_state(room: Room, folder: Path, moments: dict[str, Tensor], *, with_optimizer: bool) -> None:
+        if moments:
+            save_file(moments, folder / OPTIMIZER)
+        state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
+        write_json(folder / STATE, {**state, "has_optimizer": with_optimizer})
 
     def load(self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None) -> Room:
         """Load a saved adapter; without the optimizer it starts its steps anew.
@@ -178,6 +203,8 @@ class Rooms:
                 if rank > self.widest or (about and about["rank"] != rank):
                     raise UserError(f"{folder.name} has rank {rank}, and the model {(about or {}).get('rank')}.")
                 room = Room(about or state["about"], self._read(folder / WEIGHTS))
+                if not all(value.isfinite().all() for value in room.values.values()):
+                    raise UserError(f"{folder.name} has numbers that are not finite.")
                 room.scale = LossScale(enabled=self.trainer.loss_scale.enabled)
                 if with_optimizer and state["has_optimizer"]:
                     room.steps = state["steps"]
@@ -241,6 +268,13 @@ class _Narrowed(LiveValues):
 
     def whole(self, tensor: Tensor) -> Tensor:
         return self._rooms._narrow(tensor, super().whole(tensor), self._room.rank)  # type: ignore[arg-type]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _on_host(value: Any) -> Any:

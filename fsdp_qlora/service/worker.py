@@ -30,6 +30,7 @@ from fsdp_qlora.sharding.parallelize import kept_gathered, reshard_all
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import likeliest_of_tokens, token_logprobs
 from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.utils.errors import UserError
 
 BASE: Mapping[str, Any] = {"rank": 0, "seed": 0, "train_attn": False, "train_mlp": False}
 _SNAPSHOTS = 8  # kept in host memory; others are read again
@@ -55,6 +56,7 @@ class RequestStops(Stops):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model: Any, stop: Sequence[str] | Sequence[int] | None):
         super().__init__(tokenizer, model, "")
         self._texts = [each for each in stop or () if isinstance(each, str)]
+        self._longest = max((len(text.encode(errors="replace")) for text in self._texts), default=0)
         self.tokens |= {each for each in stop or () if isinstance(each, int)}
         if stop is not None and not stop:
             self.tokens = set()
@@ -62,7 +64,10 @@ class RequestStops(Stops):
     def ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self.tokens:
             return True
-        return any(text in self._tokenizer.decode(tokens[-len(text.encode()) - 1 :]) for text in self._texts)
+        if not self._texts:
+            return False
+        end = self._tokenizer.decode(tokens[-self._longest - 1 :])  # a text in it is new: earlier ones have ended it
+        return any(text in end for text in self._texts)
 
 
 @dataclass(eq=False)
@@ -80,7 +85,7 @@ class Worker:
     beat: Callable[[], object]
     free: int | None = None
     models: dict[str, Room] = field(default_factory=dict)
-    snapshots: OrderedDict[str | None, Room] = field(default_factory=OrderedDict)
+    snapshots: OrderedDict[tuple[str, str] | None, Room] = field(default_factory=OrderedDict)
 
     def carry_out(self, order: Order) -> list[Result]:
         """The results of an order's pieces, the same on every rank.
@@ -99,6 +104,19 @@ class Worker:
         }
         results: list[Result] = do[order["kind"]](order)
         return results
+
+    def recover(self) -> None:
+        """After a failure that all ranks had: be ready for the next order. Called on every rank.
+
+        The adapter in the shards may have changed, so it is given up. Until a whole forward pass FSDP2 takes a block
+        that an error left in work for gathered.
+        """
+        self.targets.request = None
+        self.rooms.abandon()
+        forward = self.rooms.trainer.forward
+        reshard_all(forward.model)
+        token_logprobs(forward, rows_to_score([[0, 0]]))
+        reshard_all(forward.model)
 
     # --- models ---
 
@@ -182,6 +200,9 @@ class Worker:
             decay = params.weight_decay
             trainer.optimizer.step(params.learning_rate, betas=betas, eps=params.eps, weight_decay=decay)
             room.steps += 1
+            if not self.rooms.is_finite():
+                self.rooms.abandon()
+                raise UserError(f"The step would leave weights that are not finite; it is not taken: {params}.")
         trainer.optimizer.zero_grad()
         scale.update(overflowed=not math.isfinite(norm))
         metrics = {"grad_norm": norm if math.isfinite(norm) else -1.0, "skipped": float(not math.isfinite(norm))}
@@ -189,21 +210,30 @@ class Worker:
 
     # --- sampling ---
 
-    def _snapshot(self, path: str | None) -> Room:
-        """Saved weights, or the base, in host memory."""
-        if path not in self.snapshots:
+    def _snapshot(self, path: str | None, saved_by: str | None) -> Room:
+        """Saved weights, or the base, in host memory.
+
+        saved_by: the request that saved them. Others may be saved later under the same name.
+        """
+        key = None if path is None else (path, str(saved_by))
+        if key not in self.snapshots:
             room = self.rooms.make(BASE) if path is None else self.rooms.load(Path(path), with_optimizer=False)
             room.is_snapshot = True
-            self.snapshots[path] = room
+            for other in [other for other in self.snapshots if other is not None and other[0] == path]:
+                self._forget_snapshot(other)
+            self.snapshots[key] = room
             while len(self.snapshots) > _SNAPSHOTS:
-                if self.rooms.inside is self.snapshots.popitem(last=False)[1]:
-                    self.rooms.inside = None
-        self.snapshots.move_to_end(path)
-        return self.snapshots[path]
+                self._forget_snapshot(next(iter(self.snapshots)))
+        self.snapshots.move_to_end(key)
+        return self.snapshots[key]
+
+    def _forget_snapshot(self, key: tuple[str, str] | None) -> None:
+        if self.rooms.inside is self.snapshots.pop(key):
+            self.rooms.inside = None
 
     def _sample(self, order: Order) -> list[Result]:
         """Answer requests that draw alike from the same weights."""
-        self.rooms.enter(self._snapshot(order["path"]))
+        self.rooms.enter(self._snapshot(order["path"], order["saved_by"]))
         requests: list[Order] = order["requests"]
         answers, scores = self._complete(requests, order["params"]), self._scores(requests)
         return [encode_samples(own, *scores.get(number, ())) for number, own in enumerate(answers)]

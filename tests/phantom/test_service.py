@@ -54,8 +54,8 @@ def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
             for process in processes:
                 process.kill()
 
-    words = flags(model_name=model, folder=tmp_path / "folder", port=port, api_key=harness.KEY, **usual)
-    settings = {"PHANTOM_VALUES": 1, "PHANTOM_CC": 86}
+    words = flags(model_name=model, folder=tmp_path / "folder", port=port, **usual)
+    settings = {"PHANTOM_VALUES": 1, "PHANTOM_CC": 86, "TINKER_API_KEY": harness.KEY}
     run(["-m", "fsdp_qlora", "serve", *words], tmp_path, ranks=2, settings=settings, while_running=use)
     for ours, theirs in zip(found[0], expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-2, atol=2e-2)

@@ -37,26 +37,30 @@ class Service:
         self.model, self.folder, self.port = str(model), folder, _free_port()
         self.url, self.teacher = f"http://127.0.0.1:{self.port}", str(options.get("teacher"))
         usual = {"train_type": "lora", "precision": "fp32", "lora_rank": 8, "quant_cache": "off", "context_length": 128}
-        given = {**usual, "nproc_per_node": world_size, "api_key": KEY, **options}
+        given = {**usual, "nproc_per_node": world_size, **options}
         given |= {"model_name": model, "folder": folder, "port": self.port}
         self._command = [*os.environ.get("FSDP_QLORA_SERVE", f"{sys.executable} -m fsdp_qlora serve").split()]
         self._command += flags(**given)
         self.log = folder.parent / "service.log"
+        self.environment = {**os.environ, "TINKER_API_KEY": KEY}
         self._clients: list[tinker.ServiceClient] = []
         self.start()
 
     def start(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self._command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env={**os.environ}
+                self._command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env=self.environment
             )
         for _ in range(_SECONDS * 10):
             assert self.process.poll() is None, self.log.read_text()[-6000:]
-            with contextlib.suppress(OSError):
+            try:
                 request = urllib.request.Request(f"{self.url}/api/v1/healthz", headers={"X-API-Key": KEY})
                 urllib.request.urlopen(request, timeout=5).close()
                 return
-            time.sleep(0.1)
+            except urllib.error.HTTPError:  # it has another key
+                return
+            except OSError:
+                time.sleep(0.1)
         raise AssertionError(self.log.read_text()[-6000:])
 
     def kill(self) -> None:
@@ -97,6 +101,18 @@ class Service:
     def adapter(self, client: tinker.TrainingClient, name: str) -> dict[str, Tensor]:
         """The tensors of the adapter as it is now, out of the folder that PEFT would load."""
         return tensors(self.saved(client.save_weights_for_sampler(name).result().path))
+
+
+def outcome(service: Service, path: str, body: object, **headers: str) -> Any:
+    """The answer to a request that ranks work on, or to one that is refused at once: `error` says why."""
+    status, answer = said(service, path, body, **headers)
+    if status != 200 or "request_id" not in (answer or {}):
+        return answer
+    for _ in range(4):  # each waits for 25 s
+        status, found = said(service, "/api/v1/retrieve_future", {"request_id": answer["request_id"]})
+        if status != 408:
+            return found
+    raise AssertionError(f"no result: {path} {str(body)[:200]}")
 
 
 def safe(run: str) -> str:
@@ -202,17 +218,18 @@ def assert_equal(found: Mapping[str, Tensor] | Sequence[Tensor], expected: Any, 
         torch.testing.assert_close(found[key], expected[key], rtol=tolerance, atol=tolerance)  # type: ignore[index]
 
 
-def said(service: Service, path: str, body: object, **headers: str) -> tuple[int, Any]:
+def said(service: Service, path: str, body: object, method: str = "POST", **headers: str) -> tuple[int, Any]:
     """Status and answer of a request by hand, the body as JSON if it is not bytes; 413 if it is not read to its end."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = {"X-API-Key": KEY, "Content-Type": "application/json", **headers}
-    request = urllib.request.Request(f"{service.url}{path}", data=data, headers=kind)
+    request = urllib.request.Request(f"{service.url}{path}", data=data, headers=kind, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             is_json = answer.headers["Content-Type"] == "application/json"
             return answer.status, json.loads(answer.read() or b"null") if is_json else {}
     except urllib.error.HTTPError as error:
-        return error.code, None
+        text = error.read()
+        return error.code, json.loads(text) if error.headers["Content-Type"] == "application/json" else None
     except urllib.error.URLError as error:
         if isinstance(error.reason, BrokenPipeError | ConnectionResetError):
             return 413, None

@@ -4,6 +4,7 @@ import json
 import random
 import string
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,31 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tests.service.harness import KEY, Service, assert_equal, datums, said
+from tests.service.loop import main
 from tests.tiny import all_slow_but
 
 OF_MODELS = ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights"]
 OTHERS = ["create_session", "create_model", "get_info", "create_sampling_session", "session_heartbeat", "weights_info"]
 JSON = [*OF_MODELS, *OTHERS, "asample", "retrieve_future"]
 ODD: list[Any] = [None, True, -1, 2**70, 1e400, float("nan"), "", "x" * 100_000, [], {}, [[]], "../../x", "\0"]
+STEPS = 6
 PATHS = ["../../../outside", "/outside", "a/b", "..", ".", ".hidden", "x\0y", "a" * 4_000, "tinker://a/weights/b", ""]
+
+
+ADAM = ["learning_rate", "beta1", "weight_decay", "eps", "grad_clip_norm"]
+NAMES: list[Callable[[str], Any]] = [
+    lambda name: "/tmp/x",
+    lambda name: f"../{name}",
+    lambda name: f"{name}/../../x",
+    lambda name: f"{name}\n",
+    lambda name: f"0{name[1:]}" if name[0] != "0" else f"1{name[1:]}",
+    lambda name: name.upper() + "A",
+    lambda name: "",
+    lambda name: "\ud800",
+    lambda name: [name],
+    lambda name: {"a": name},
+    lambda name: 10**40,
+]
 
 
 class Stranger:
@@ -71,7 +90,7 @@ class Stranger:
     def wrong(self) -> tuple[str, Any, dict[str, str]]:
         makers: list[Callable[[], tuple[str, Any, dict[str, str]]]] = [
             self.odd_value, self.odd_value, self.bad_path, self.no_json, self.odd_tensor, self.odd_prompt, self.no_key,
-            self.unknown, self.rubbish,
+            self.unknown, self.rubbish, self.odd_name, self.odd_number, self.flipped_bits,
         ]  # fmt: skip
         return self.choose.choice(makers)()
 
@@ -81,7 +100,8 @@ class Stranger:
         body = self.right(kind)
         free = {"tags", "user_metadata", "model_id", "seq_id", "sampling_session_id"}
         name = self.choose.choice(sorted(body.keys() - free) or ["model_id"])
-        body[name] = self.choose.choice([value for value in ODD if type(value) is not type(body[name])])
+        odd = [value for value in ODD if type(value) is not type(body[name])]
+        body[name] = self.choose.choice(odd[name == "path" :])  # weights may have no name
         if self.choose.random() < 0.3:
             body = {**self.right(kind), "surplus": 1} if kind in ("optim_step", "save_weights") else {}
         return f"/api/v1/{kind}", body, {}
@@ -112,7 +132,7 @@ class Stranger:
         elif how == 1:
             weights.dtype = 99  # type: ignore[assignment]
         elif how == 2:
-            del first.loss_fn_inputs["weights"]
+            del first.loss_fn_inputs["target_tokens"]
         elif how == 3:
             first.model_input[0].encoded_text.tokens = b"\xff\xff\xff\x7f" * len(datum.model_input.to_ints())
         elif how == 4:
@@ -151,6 +171,41 @@ class Stranger:
             *({"sampling_session_id": each, "seq_id": None} for each in ("none", None)),
         ]
         return "/api/v1/asample", body | self.choose.choice(odd), {}
+
+    def odd_name(self) -> tuple[str, Any, dict[str, str]]:
+        """A model, session or sampler that is none."""
+        kind = self.choose.choice([*OF_MODELS, "get_info", "asample", "create_model", "session_heartbeat"])
+        body = self.right(kind)
+        name = next(name for name in ("model_id", "sampling_session_id", "session_id") if name in body)
+        body[name] = self.choose.choice(NAMES)(body[name])
+        return f"/api/v1/{kind}", body, {}
+
+    def odd_number(self) -> tuple[str, Any, dict[str, str]]:
+        """A number that overflows somewhere."""
+        kind, changed = self.choose.choice(
+            [
+                *(("optim_step", {"adam_params": {name: value}}) for name in ADAM for value in (-1.0, 1e39, 1e308)),
+                *(("save_weights", {"ttl_seconds": value}) for value in (0, -1, 10**18, 10**400)),
+                *(("optim_step", {"seq_id": value}) for value in (0, -1, 10**6, 2**62, 2**64)),
+                ("create_model", {"lora_config": {"rank": 2**40}}),
+                ("create_model", {"model_seq_id": 10**30}),
+                ("asample", {"seq_id": 2**63}),
+                ("asample", {"sampling_params": {"max_tokens": 2, "stop": ["x"] * 5_000}}),
+                ("asample", {"sampling_params": {"max_tokens": 2, "top_p": 2.0}}),
+            ]
+        )
+        return f"/api/v1/{kind}", {**self.right(kind), **changed}, {}
+
+    def flipped_bits(self) -> tuple[str, Any, dict[str, str]]:
+        """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it is for no model."""
+        [datum], number = datums(1, self.choose.randrange(99)), self.number + 1
+        batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+        model = f"{self.model}0"
+        request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, model, number))
+        body = bytearray(request.SerializeToString())
+        for _ in range(self.choose.choice([1, 3, 30])):
+            body[self.choose.randrange(len(body))] ^= 1 << self.choose.randrange(8)
+        return "/api/v1/forward_backward", bytes(body), {"Content-Type": "application/x-protobuf"}
 
     def no_key(self) -> tuple[str, Any, dict[str, str]]:
         kind = self.choose.choice(["create_session", "healthz", "retrieve_future"])
@@ -199,7 +254,41 @@ def before(service: Service) -> Iterator[dict[Path, int]]:
     yield outside(service)
 
 
-@pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+
+
+@on_two_ranks
+@pytest.mark.parametrize(
+    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)]
+)
+def test_hostile_requests_change_nothing_of_two_clients(service: Service, tmp_path: Path, count: int) -> None:
+    """Two loops train while a stranger asks; they end with the bytes of one that nobody disturbs."""
+
+    def trained(name: str) -> Path:
+        main(service.url, service.model, tmp_path / name, STEPS)
+        return tmp_path / name
+
+    def adapter(log: Path) -> bytes:
+        last = json.loads(log.read_text().splitlines()[-1])
+        return (service.saved(last["path"]) / "adapter_model.safetensors").read_bytes()
+
+    undisturbed = adapter(trained("alone"))
+    stranger = Stranger(service, count)
+    before = outside(service)
+    with ThreadPoolExecutor() as pool:
+        loops = [pool.submit(trained, name) for name in ("first", "second")]
+        for number in range(count):
+            path, body, headers = stranger.wrong()
+            shown = body[:200] if isinstance(body, bytes) else json.dumps(body)[:400]
+            assert is_refused(service, path, body, headers), (number, path, shown, headers)
+            stranger.number += is_known(service, f"{stranger.model}:{stranger.number + 1}")
+        assert [adapter(loop.result()) for loop in loops] == [undisturbed] * 2
+    after = outside(service)
+    assert {path for path in after.keys() - before.keys() if path.parent != tmp_path} == set()
+    assert "Traceback" not in service.log.read_text()
+
+
+@on_two_ranks
 @pytest.mark.parametrize("seed", all_slow_but("", "01234", nightly="1234"))
 def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, int], seed: str) -> None:
     stranger = Stranger(service, int(seed))

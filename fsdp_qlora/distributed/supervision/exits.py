@@ -68,7 +68,7 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
             failure: Exception = OutOfMemory(message)
             watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
-        elif _is_lost(error):
+        elif is_lost(error):
             watchdog.presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
             failure = LostRank(
@@ -99,7 +99,7 @@ def aborting_others(presence: Presence) -> Iterator[None]:
             presence.on_end(how_it_ends(error).state, str(error))
             if not presence.is_starting or presence.ranks.world_size == 1:
                 raise
-            if not isinstance(error, LostRank) and not _is_lost(error):
+            if not isinstance(error, LostRank) and not is_lost(error):
                 presence.abort_others(str(error) or repr(error), state=how_it_ends(error).state)
                 raise
             presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
@@ -123,7 +123,7 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
         if kind := exhausted_memory(error):
             message = _describe_out_of_memory(error, kind, rank, "while the model was loaded", settings)
             raise TrainingError(message) from error
-        if _is_lost(error):
+        if is_lost(error):
             message = "The connection to another rank was lost while the model was loaded: it has ended."
             raise LostRank(message) from error
         raise
@@ -141,7 +141,8 @@ def exhausted_memory(error: Exception) -> str | None:
     return "GPU" if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text) else None
 
 
-def _is_lost(error: Exception) -> bool:
+def is_lost(error: Exception) -> bool:
+    """Whether an error says that another rank has ended."""
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
         return True  # an error of the store, which ends with the rank that hosts it
     in_words = isinstance(error, RuntimeError) and not isinstance(error, (TrainingError, Crashed))

@@ -1,0 +1,227 @@
+"""Who may ask a service for something, and how large a request may be: a layer around the web application.
+
+With a key each request must have it. Without one the service listens on this machine alone, and a web page in the
+user's browser must not pass for a client: it can reach the port, and by DNS rebinding under a name of its own.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.service.names import shown
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import open_named
+
+log = logging.getLogger("fsdp_qlora")
+
+MOST_BYTES = 2**26  # of a request; the client sends 5 MB at a time
+BODY_SECONDS = 120.0  # for the body of a request to come
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+KEY_FILE = "api_key"
+NO_KEY = "none"
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Refused(Exception):
+    """A request that is not let in."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Access:
+    """An ASGI application that reads and checks each request before the inner one gets it.
+
+    Args:
+        api_key: that requests must have; None for none. host: where the service listens.
+        on_allowed: is told the address of each client whose request is let in. body_seconds: for a body to come.
+    """
+
+    def __init__(
+        self,
+        inner: Application,
+        api_key: str | None,
+        host: str,
+        *,
+        on_allowed: Callable[[Any], object],
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
+        self.inner = inner
+        self.api_key = api_key
+        self.on_allowed = on_allowed
+        self.body_seconds = body_seconds
+        self.hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.inner(scope, receive, send)
+            return
+        answer = _Answer(send)
+        try:
+            headers = _headers(scope)
+            self._check(scope["method"], headers)
+            self.on_allowed(scope.get("client"))
+            body = await _read_body(headers, receive, self.body_seconds)
+            if body is None:
+                return  # the client has gone
+            await self.inner(scope, _once(body, receive), answer.send)
+        except Refused as refusal:
+            await answer.refuse(refusal.status, str(refusal))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("A request for %s failed. %s", shown(scope["path"]), shown(reason))
+            await answer.refuse(500, "The service failed at this request; its log has a line about it.")
+
+    def _check(self, method: str, headers: dict[str, str]) -> None:
+        """Refuse a request by its head. Raises Refused."""
+        if self.api_key is not None:
+            given = headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                raise Refused(401, "The key in X-API-Key is missing or wrong.")
+            return
+        name = headers.get("host", "")
+        if _without_port(name) not in self.hosts:
+            raise Refused(403, f"The host {shown(name)} is not this service's. One with an API key answers to any.")
+        if "origin" in headers:
+            raise Refused(403, "Web pages are not served. One with an API key may be asked by any client.")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method not in ("GET", "HEAD") and kind not in (JSON, PROTOBUF, ""):
+            raise Refused(415, f"The content type must be {JSON} or {PROTOBUF}.")
+        if method == "POST" and not kind:
+            raise Refused(415, f"The request has no content type; it must be {JSON} or {PROTOBUF}.")
+
+
+class _Answer:
+    """Sends answers, once for each request."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_begun = False
+
+    async def send(self, message: Message) -> None:
+        self._has_begun = True
+        await self._send(message)
+
+    async def refuse(self, status: int, reason: str) -> None:
+        """Answer with an error and close the connection: what is left of the request is not read."""
+        if self._has_begun:
+            return
+        body = json.dumps({"error": reason, "category": "user" if status < 500 else "server"}).encode()
+        headers = [
+            (b"content-type", JSON.encode()),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def _headers(scope: Message) -> dict[str, str]:
+    """The head's fields by their names in lower case. Raises Refused if one that decides is there twice."""
+    headers: dict[str, str] = {}
+    for name, value in scope["headers"]:
+        key = name.decode("latin-1").lower()
+        if key in headers and key in ("host", "origin", "content-type", "content-length", "x-api-key"):
+            raise Refused(400, f"The request has two fields {key}.")
+        headers[key] = value.decode("latin-1")
+    return headers
+
+
+def _without_port(host: str) -> str:
+    """`localhost` of `localhost:8000`, `[::1]` of `[::1]:8000`."""
+    name, colon, port = host.lower().rpartition(":")
+    return name if colon and port.isdigit() else host.lower()
+
+
+async def _read_body(headers: dict[str, str], receive: Receive, seconds: float) -> bytes | None:
+    """The body of a request; None if its client has gone. Raises Refused if it is too large or does not come."""
+    size = headers.get("content-length", "0")
+    too_large = Refused(413, f"A request may have {MOST_BYTES:,} bytes.")
+    if not size.isdecimal() or len(size) > 19 or int(size) > MOST_BYTES:
+        raise too_large
+    parts, total = list[bytes](), 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part = message.get("body", b"")
+                total += len(part)
+                if total > MOST_BYTES:  # in chunks, the head says nothing of it
+                    raise too_large
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError as error:
+        raise Refused(408, f"The request's body has not come within {seconds:g} s.") from error
+
+
+def _once(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body, and then what the client does."""
+    given = False
+
+    async def next_message() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return next_message
+
+
+# --- the key ---
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Whether only this machine reaches a service that listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def kept_key(folder: Path) -> tuple[str, bool]:
+    """The key of a service's folder, and whether it is new. It is drawn at the first start.
+
+    Raises:
+        UserError: the file cannot be read or written.
+    """
+    path = folder / KEY_FILE
+    try:
+        try:
+            with open_named(path, most_bytes=1000, follow=False) as file:
+                key = file.read().decode().strip()
+        except FileNotFoundError:
+            key = f"tml-{secrets.token_urlsafe(32)}"
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(f"{key}\n")
+            return key, True
+    except (OSError, ValueError) as error:
+        raise UserError(f"The key in {path} cannot be used: {error}.") from error
+    check_key(key, str(path))
+    return key, False
+
+
+def check_key(key: str, where: str) -> None:
+    """Raise UserError for a key that can be guessed, or that no header can have."""
+    if len(key) < 8 or not _is_plain(key):
+        raise UserError(f"The key of {where} must have 8 characters or more, of ASCII and without spaces.")
+
+
+def _is_plain(text: Iterable[str]) -> bool:
+    return all("!" <= character <= "~" for character in text)

@@ -1,0 +1,84 @@
+"""Connections to the web server: those that say nothing, or nothing that is allowed, do not keep others out."""
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 10.0  # for the head of a request to come
+_MOST_FILES = 65_536  # open at a time, if the system allows so many
+_MOST_STRANGERS = 512  # connections without an allowed request
+
+
+class Connections:
+    """The open connections without an allowed request, the oldest first.
+
+    One too many closes the oldest. Those of clients with the key are not counted.
+    """
+
+    def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(hard, _MOST_FILES) if hard != resource.RLIM_INFINITY else _MOST_FILES
+        if soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        self.most = min(_MOST_STRANGERS, max(soft, wanted) // 4)
+        self._strangers: dict[Any, Connection] = {}
+
+    def add(self, connection: "Connection") -> None:
+        self._strangers[connection.client] = connection
+        if len(self._strangers) > self.most:
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest).abort()
+
+    def trust(self, client: Any) -> None:
+        """A connection has sent an allowed request. client: its address, as in the scope of ASGI."""
+        self._strangers.pop(client, None)
+
+    def remove(self, connection: "Connection") -> None:
+        if self._strangers.get(connection.client) is connection:
+            del self._strangers[connection.client]
+
+    def protocol(self) -> type["Connection"]:
+        """The class that uvicorn makes of each new connection (its option `http`)."""
+        return type("ServiceConnection", (Connection,), {"watched": self})
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol with a limit of time for the head of each request. The application has one for the body."""
+
+    watched: Connections
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limit: asyncio.TimerHandle | None = None
+        self._answered: Any = None  # the request whose head was the last to come
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.watched.add(self)
+        self._start_limit()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not self._answered:
+            self._answered = self.cycle
+            self._stop_limit()
+        elif self._limit is None and self.cycle.response_complete:  # the next one on this connection begins
+            self._start_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_limit()
+        self.watched.remove(self)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def _start_limit(self) -> None:
+        self._limit = self.loop.call_later(HEAD_SECONDS, self.abort)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None

@@ -1,0 +1,118 @@
+"""The saved weights of a service: what the records say of them, and their folders."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.service import names
+from fsdp_qlora.service.records import Records
+from fsdp_qlora.service.wall_clock import WallClock
+from fsdp_qlora.utils.errors import UserError
+
+SAMPLER_WEIGHTS = "sampler_weights"
+_UNNAMED = "unnamed-"
+_KEPT_UNNAMED = 8  # sampler weights without a name, of a model
+_IDLE_SECONDS = 3600.0  # after which older unnamed weights are deleted that nobody samples from
+_SHORTEST_LIFE = 3600  # seconds, as the protocol says
+_LONGEST_LIFE = 10 * 366 * 24 * 3600
+
+
+class SavedWeights:
+    """Weights by their tinker:// paths.
+
+    An entry has: piece, the request that saved them; time, expires (or null) and user_metadata.
+    """
+
+    def __init__(self, records: Records, folder: Path, clock: WallClock) -> None:
+        self.records, self.folder, self.clock = records, folder, clock
+        self._started = time.monotonic()
+        self._sampled_at: dict[str, float] = {}
+
+    def entry(self, uri: str) -> dict[str, Any]:
+        """The entry of saved weights. Raises UserError if there are none."""
+        names.parts_of(uri)
+        entry = self.records.get("checkpoint", uri)
+        if entry is None:
+            raise UserError(f"There are no saved weights {names.shown(uri)}.")
+        return entry
+
+    def folder_of(self, uri: str) -> Path:
+        """The folder of saved weights. Raises UserError if there are none."""
+        self.entry(uri)
+        return names.folder_below(self.folder, *names.parts_of(uri))
+
+    def state_folder(self, model: str, seq: int) -> Path:
+        """The folder of a model's own state after the request of this number."""
+        return names.folder_below(self.folder, model, "live", str(seq))
+
+    # --- new ones ---
+
+    def name_new(self, model: str, kind: str, name: str | None, seq: int) -> str:
+        """The path of weights that a request saves. Raises UserError if the name is not allowed."""
+        if name is None:
+            return names.weights_path(model, kind, f"{_UNNAMED}{seq:08d}")
+        if name.startswith(_UNNAMED):
+            raise UserError(f"The name {names.shown(name)} is not allowed: it is that of weights without a name.")
+        return names.weights_path(model, kind, name)
+
+    def check_new(self, uri: str, piece: str, *, overwrites: bool) -> None:
+        """Raise UserError if the name is taken by another request, and may not be overwritten."""
+        taken = self.records.get("checkpoint", uri)
+        if taken is not None and taken["piece"] != piece and not overwrites:
+            raise UserError(f"There are weights named {names.parts_of(uri)[2]} already.")
+
+    def expiry(self, seconds: Any) -> float | None:
+        """When weights expire that may live so long; None for never. Raises UserError if the time is not allowed."""
+        if seconds is None:
+            return None
+        is_number = isinstance(seconds, int) and not isinstance(seconds, bool)
+        if not is_number or not _SHORTEST_LIFE <= seconds <= _LONGEST_LIFE:
+            raise UserError(
+                f"ttl_seconds is a number from {_SHORTEST_LIFE} (an hour) to {_LONGEST_LIFE} (ten years), or null."
+            )
+        return self.clock.now() + seconds
+
+    # --- what becomes of them ---
+
+    def set_expiry(self, uri: str, seconds: Any) -> None:
+        entry = self.entry(uri)
+        self.records.put("checkpoint", uri, {**entry, "expires": self.expiry(seconds)})
+
+    def note_sampling(self, uri: str) -> None:
+        """Somebody samples from these weights."""
+        self._sampled_at[uri] = time.monotonic()
+
+    def delete(self, uri: str) -> None:
+        """Delete saved weights. Raises UserError if there are none."""
+        folder = self.folder_of(uri)
+        self.records.delete("checkpoint", uri)
+        self._sampled_at.pop(uri, None)
+        model, _, name = names.parts_of(uri)
+        if name.startswith(_UNNAMED):
+            self.records.delete("sampler", unnamed_sampler(model, int(name.removeprefix(_UNNAMED))))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def delete_expired(self) -> None:
+        for uri, entry in self.of_model():
+            if entry["expires"] and entry["expires"] < self.clock.now():
+                self.delete(uri)
+
+    def delete_idle(self, model: str) -> None:
+        """Delete a model's weights without a name, but for the newest, if nobody has sampled from them for a while."""
+        unnamed = [uri for uri, _ in self.of_model(model, f"{SAMPLER_WEIGHTS}/{_UNNAMED}")]
+        for uri in unnamed[: 1 - _KEPT_UNNAMED]:
+            if time.monotonic() - self._sampled_at.get(uri, self._started) > _IDLE_SECONDS:
+                self.delete(uri)
+
+    def of_model(self, model: str = "", beginning: str = "") -> list[tuple[str, dict[str, Any]]]:
+        """The paths and entries of a model's weights, or of all; the oldest first."""
+        pattern = f"tinker://{model}/{beginning}%" if model else "%"
+        found = self.records.find("checkpoint", pattern)
+        return [(uri, entry) for uri, entry in found if names.has_form("checkpoint", uri)]
+
+
+def unnamed_sampler(model: str, seq: int) -> str:
+    """The name of the sampler whose weights a model's request has saved without a name."""
+    session, _, number = model.partition(":train:")
+    return f"{session}:sample:{number}-{seq}"

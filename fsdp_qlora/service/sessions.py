@@ -1,0 +1,76 @@
+"""The sessions of clients, and what is forgotten with them."""
+
+import secrets
+import shutil
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fsdp_qlora.service.names import session_of
+from fsdp_qlora.service.records import Records
+from fsdp_qlora.service.saved_weights import SavedWeights
+from fsdp_qlora.service.wall_clock import WallClock
+
+_IDLE_SECONDS = 30 * 24 * 3600.0  # after which a client that says nothing has gone
+_FINISHED_SECONDS = 24 * 3600.0  # that a session is kept which its client has finished
+_NOTED_SECONDS = 3600.0  # between two notes that a session is in use
+
+
+class Sessions:
+    """Sessions, which samplers and models belong to.
+
+    What has no use after its session goes with it: its samplers, and models of which no weights are saved.
+    """
+
+    def __init__(self, records: Records, weights: SavedWeights, clock: WallClock) -> None:
+        self.records, self.weights, self.clock = records, weights, clock
+        self._started = clock.now()
+
+    def create(self, metadata: Any, display_name: str | None) -> str:
+        """Make a session; returns its name."""
+        session = secrets.token_hex(16)
+        now = self.clock.now()
+        about = {"user_metadata": metadata, "display_name": display_name, "time": now, "used": now}
+        self.records.put("session", session, about)
+        return session
+
+    def note_use(self, session: str, about: dict[str, Any]) -> None:
+        """A session's client is there. about: its entry."""
+        if self.clock.now() - about.get("used", 0.0) > _NOTED_SECONDS:
+            self.records.put("session", session, {**about, "used": self.clock.now()})
+
+    def note_end(self, session: str, about: dict[str, Any]) -> None:
+        """A session's client has finished it."""
+        self.records.put("session", session, {**about, "used": self.clock.now(), "is_finished": True})
+
+    def forget_idle(self, keeping: Collection[str]) -> list[str]:
+        """Delete sessions that nobody uses any more; returns the models that are deleted with them.
+
+        Args:
+            keeping: models that are in memory.
+        """
+        living = {session_of(model) for model in keeping}
+        for session, about in list(self.records.find("session")):
+            if session in living or not self._is_over(about):
+                living.add(session)
+            else:
+                self.records.delete("session", session)
+        for sampler, _ in list(self.records.find("sampler")):
+            if session_of(sampler) not in living | {"direct"}:
+                self.records.delete("sampler", sampler)
+                self.records.forget_target(sampler)
+        models = [model for model, _ in list(self.records.find("model")) if session_of(model) not in living]
+        unsaved = [model for model in models if not self.weights.of_model(model)]
+        for model in unsaved:
+            self._forget(model)
+        return unsaved
+
+    def _is_over(self, about: Mapping[str, Any]) -> bool:
+        """Whether a session is finished, or its client has not been there for long, since this start at least."""
+        most = _FINISHED_SECONDS if about.get("is_finished") else _IDLE_SECONDS
+        return self.clock.now() - about.get("used", self._started) > most
+
+    def _forget(self, model: str) -> None:
+        """Delete a model of which no weights are saved."""
+        self.records.delete("model", model)
+        self.records.forget_target(model)
+        shutil.rmtree(self.weights.state_folder(model, 0).parents[1], ignore_errors=True)

@@ -1,0 +1,29 @@
+"""`serve` with losses that fail in the middle of a pass: python -m tests.service.failing --model_name ...
+
+Its dro raises an error on all ranks where beta is 13, and on the second rank alone where it is 14.
+"""
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from fsdp_qlora.__main__ import main
+
+ON_ALL, ON_ONE = 13.0, 14.0
+
+
+def failing(loss: Any) -> Any:
+    def summed(p: Any, given: Any, config: Any, documents: Any) -> Any:
+        if config["beta"] == ON_ALL or (config["beta"] == ON_ONE and os.environ["RANK"] == "1"):
+            raise ArithmeticError("of a kind that nobody thought of")
+        return loss.sum(p, given, config, documents)
+
+    return dataclasses.replace(loss, sum=summed)
+
+
+if __name__ == "__main__":
+    from fsdp_qlora.service import losses
+
+    losses.LOSSES["dro"] = failing(losses.LOSSES["dro"])
+    sys.exit(main(["serve", *sys.argv[1:]]))

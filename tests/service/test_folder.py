@@ -1,0 +1,178 @@
+"""The folder of a service: who made its adapters, a full disk, a damaged file; and the key out of sight."""
+
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tinker import types
+
+from fsdp_qlora.service.records import Piece, Records
+from fsdp_qlora.utils.errors import UserError
+from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
+from tests.tiny import ROOT
+
+STEP = types.AdamParams(learning_rate=1e-3)
+MODEL = f"{'0' * 32}:train:0"
+
+
+def ended(service: Service, *more: str) -> str:
+    """What a start says that is refused."""
+    run = subprocess.run(
+        [*service._command, *more], cwd=ROOT, env=service.environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
+    return run.stderr
+
+
+@pytest.mark.slow
+def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callable[..., Path], tmp_path: Path) -> None:
+    service = Service(models(), tmp_path / "folder", 1, api_key=KEY)
+    try:
+        processes = [psutil.Process(service.process.pid), *psutil.Process(service.process.pid).children(recursive=True)]
+        assert not any(KEY in word for each in processes for word in each.cmdline())
+        client = service.trainer()
+        client.forward_backward(datums(2), "cross_entropy")
+        client.optim_step(STEP).result()
+        saved = service.adapter(client, "before")
+        service.kill()
+        reason = ended(service, "--lora_alpha", "64")
+        assert "lora_alpha" in reason and "32" in reason and "64" in reason
+        assert "precision" in ended(service, "--precision", "bf16")
+        assert "lora_target_modules" in ended(service, "--lora_target_modules", "q_proj,v_proj")
+        with contextlib.closing(sqlite3.connect(service.folder / "service.db")) as file, file:  # as 0.1 has written it
+            [(about,)] = file.execute("SELECT about FROM entries WHERE kind = 'service'").fetchall()
+            old = {"model": json.loads(about)["model"]}
+            file.execute("UPDATE entries SET about = ? WHERE kind = 'service'", (json.dumps(old),))
+        service.start()
+        assert_equal(service.adapter(client, "after"), saved, 0)
+    finally:
+        service.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 24 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(disk: Path, left: int) -> None:
+    with (disk / "ballast").open("ab") as file, contextlib.suppress(OSError):
+        while (free := shutil.disk_usage(disk).free - left) > 0:
+            file.write(b"x" * min(free, 2**16))
+            file.flush()
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_requests_and_nothing_else(models: Callable[..., Path], small_disk: Path) -> None:
+    service = Service(models(), small_disk / "folder", 1, save_every="2")
+    try:
+        client, other = service.trainer(seed=3), service.trainer(seed=4)
+        client.forward_backward(datums(2), "cross_entropy")
+        client.optim_step(STEP).result()
+        fill(small_disk, 80_000)
+        number = 3
+
+        def asked(kind: str, **body: Any) -> Any:
+            nonlocal number
+            number += 1
+            return outcome(service, f"/api/v1/{kind}", {"model_id": client.model_id, "seq_id": number - 1, **body})
+
+        refused = asked("save_weights", path="a")
+        assert "cannot be written" in refused["error"] and "--output_dir" not in refused["error"]
+        assert "metrics" in asked("optim_step", adam_params=STEP.model_dump())  # its state cannot be saved now
+        fill(small_disk, 0)
+        statuses = set()
+        for _ in range(20):
+            status, answer = said(
+                service, "/api/v1/create_session", {"tags": [], "sdk_version": "1", "user_metadata": {}}
+            )
+            statuses.add(status)
+            assert status == 200 or "cannot be read or written" in answer["error"]
+        assert 503 in statuses
+        (small_disk / "ballast").unlink()
+        assert service.process.poll() is None
+        assert asked("save_weights", path="a")["path"].endswith("/weights/a")
+        first, second = service.adapter(other, "end"), service.saved(f"tinker://{client.model_id}/weights/a")
+        assert first and second.is_dir()
+        assert not [path for path in service.folder.rglob("*") if path.name.endswith(".writing")]
+        assert "Traceback" not in service.log.read_text()
+    finally:
+        service.end()
+
+
+def damaged(path: Path, how: str) -> None:
+    """Damage a service's file."""
+    content = path.read_bytes()
+    if how == "zeros":
+        path.write_bytes(content[:8192] + bytes(len(content) - 8192))
+    elif how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "rubbish":
+        path.write_bytes(b"no database" * 1000)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "schema":
+        path.unlink()
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("CREATE TABLE pieces (id TEXT)")
+    else:
+        path.unlink()
+        {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "gone": lambda: None}[how]()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", ["zeros", "cut", "rubbish", "empty", "schema", "folder", "pipe", "gone"])
+def test_a_damaged_file_of_records_is_refused_in_one_sentence(tmp_path: Path, how: str) -> None:
+    records = Records(tmp_path)
+    for number in range(200):
+        records.add(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"x" * 500)
+        records.put("session", str(number), {"time": 0.0})
+    records._file.close()
+    (tmp_path / MODEL.replace(":", "_") / "weights").mkdir(parents=True)
+    damaged(tmp_path / "service.db", how)
+    with pytest.raises(UserError, match=r"service\.db|cannot be used") as refusal:
+        Records(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.quick
+def test_what_is_written_together_is_written_or_not(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    with pytest.raises(ZeroDivisionError), records.all_or_none():
+        records.put("model", "a", {})
+        records.finish([("b", "done", b"")])
+        raise ZeroDivisionError
+    assert records.get("model", "a") is None
+
+
+@pytest.mark.quick
+def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    sampler = f"direct:{'0' * 32}"
+    for number in range(10):
+        records.add(Piece(str(number), sampler, number, "asample"), b"request")
+        records.finish([(str(number), "done", b"x" * 100)])
+    records.put("sampler", sampler, {"time": 0.0})
+    assert records.body("9") == b""  # not needed any more
+    records.forget_old(8, 10**6)
+    assert [records.result(str(number)) is not None for number in range(10)] == [False] * 2 + [True] * 8
+    records.forget_old(8, 350)
+    assert [number for number in range(10) if records.result(str(number))] == [7, 8, 9]
+    records.forget_direct_samplers(1.0)
+    assert records.get("sampler", sampler) is not None
+    records.forget_old(0, 0)
+    records.forget_direct_samplers(1.0)
+    assert records.get("sampler", sampler) is None

@@ -1,0 +1,158 @@
+"""What a client calls things: nothing outside the folder, and weights that are saved anew are the new ones."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from fsdp_qlora.service.names import folder_below, has_form
+from fsdp_qlora.utils.errors import UserError
+from tests.service.harness import KEY, Service, datums, outcome, said
+
+on_two_ranks = pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
+STEP = types.AdamParams(learning_rate=1e-2)
+PROMPT = types.ModelInput.from_ints([5, 6, 7, 8])
+HEX = "0123456789abcdef" * 2
+MODEL = f"{HEX}:train:0"
+
+
+def around(service: Service) -> dict[str, float]:
+    """The files around the service's folder, and what it has on its first level."""
+    places = [*service.folder.parent.rglob("*"), *service.folder.iterdir()]
+    known = (service.log, service.folder)
+    return {
+        str(path): path.stat().st_mtime
+        for path in places
+        if path not in known and not path.name.startswith("service.db") and path.parent.name != "folder"
+        if service.folder not in path.parents
+    }
+
+
+@on_two_ranks
+def test_a_model_of_the_clients_own_name_is_never_a_folder(service: Service, tmp_path: Path) -> None:
+    other = tmp_path / "home"
+    (other / "weights" / "thesis").mkdir(parents=True)
+    (other / "weights" / "thesis" / "chapter").write_text("of another user")
+    client = service.trainer()
+    path = client.save_state("own").result().path
+    session = client.holder.get_session_id()
+    wanted: list[Any] = [
+        str(other),
+        f"../{other.name}",
+        "../../..",
+        "a/../../b",
+        ".",
+        "",
+        "x\ny",
+        "\ud800",
+        7,
+        None,
+        f"{HEX}:train:0",
+        f"{session}:train:0/../../x",
+        f"{session}:train:" + "9" * 40,
+        f"{session}:sample:0",
+        session,
+        f"{session}:train:١",
+    ]
+    before = around(service)
+    for model in wanted:
+        body = {"model_id": model, "seq_id": 0, "path": path, "optimizer": True}
+        assert "error" in outcome(service, "/api/v1/load_weights", body), model
+        saving = {"model_id": model, "seq_id": 1, "path": "thesis"}
+        assert "error" in outcome(service, "/api/v1/save_weights", saving), model
+        assert "error" in outcome(service, "/api/v1/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    assert around(service) == before
+    assert (other / "weights" / "thesis" / "chapter").read_text() == "of another user"
+    assert [each.name for each in other.rglob("*")] == ["weights", "thesis", "chapter"]
+
+
+@on_two_ranks
+def test_a_session_that_is_not_known_makes_no_model(service: Service) -> None:
+    body = {"base_model": service.model, "lora_config": {"rank": 2}, "model_seq_id": 0}
+    for session in (HEX, "../x", "", None, "\udfff", 3):
+        answer = outcome(service, "/api/v1/create_model", {**body, "session_id": session})
+        assert "session" in answer["error"]
+    own = service.trainer().holder.get_session_id()
+    for number in (-1, 10**30, "0", 1.5, None, True):
+        answer = outcome(service, "/api/v1/create_model", {**body, "session_id": own, "model_seq_id": number})
+        assert "error" in answer, number
+
+
+@on_two_ranks
+@pytest.mark.parametrize("again", ["deleted", "overwritten"])
+def test_a_name_saved_anew_is_sampled_from_its_new_weights(service: Service, again: str) -> None:
+    client = service.trainer(seed=4)
+    rest = tinker.RestClient(base_url=service.url, api_key=KEY)
+
+    def save(name: str) -> str:
+        is_state = again == "overwritten"
+        future = client.save_state(name, overwrite=True) if is_state else client.save_weights_for_sampler(name)
+        path: str = future.result().path
+        return path
+
+    def logprobs(path: str) -> list[float | None]:
+        sampler = service.client().create_sampling_client(model_path=path).result()
+        found: list[float | None] = sampler.compute_logprobs(PROMPT).result()[1:]
+        return found
+
+    first = logprobs(save("best"))
+    client.forward_backward(datums(3, 1), "cross_entropy")
+    client.optim_step(STEP).result()
+    if again == "deleted":
+        model, part, name = client.model_id, "sampler_weights", "best"
+        rest.delete_checkpoint(model, f"{part}/{name}").result()
+    anew, beside = logprobs(save("best")), logprobs(save("beside"))
+    assert anew == beside
+    assert not np.allclose(anew, first, atol=1e-4)  # type: ignore[arg-type]
+
+
+@on_two_ranks
+def test_halves_of_surrogates_are_answered_as_other_texts(service: Service) -> None:
+    half = "\ud800"
+    for path, body in (
+        ("get_info", {"model_id": half}),
+        ("session_heartbeat", {"session_id": half}),
+        ("retrieve_future", {"request_id": half}),
+        ("weights_info", {"tinker_path": half}),
+        ("create_sampling_session", {"session_id": half, "sampling_session_seq_id": 0, "base_model": service.model}),
+        ("cancel_future", {"request_id": half}),
+        ("asample", {"sampling_session_id": half, "seq_id": 0}),
+    ):
+        status, answer = said(service, f"/api/v1/{path}", body)
+        assert path == "cancel_future" or (status in (400, 404) and "error" in answer), (path, status)
+    asked = {"tags": [], "sdk_version": "1", "user_metadata": {"of": half}, "display_name": "a"}
+    assert said(service, "/api/v1/create_session", asked)[0] == 400
+    assert said(service, "/api/v1/training_runs?limit=1000", b"", "GET")[0] == 200
+    assert "Traceback" not in service.log.read_text()
+
+
+@pytest.mark.quick
+def test_a_folder_is_below_the_services_whatever_its_parts_are(tmp_path: Path) -> None:
+    root = tmp_path / "service"
+    root.mkdir()
+    assert folder_below(root, MODEL, "live", "3") == root / f"{HEX}_train_0" / "live" / "3"
+    for model, name in (("..", "x"), ("/tmp", "x"), (MODEL, "../../../x"), (MODEL, "/etc")):
+        with pytest.raises(UserError):
+            folder_below(root, model, "weights", name)
+    (root / f"{HEX}_train_0").symlink_to(tmp_path)
+    with pytest.raises(UserError):
+        folder_below(root, MODEL, "weights", "x")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["session", "model", "sampler", "request", "checkpoint"])
+def test_names_have_one_form_each(kind: str) -> None:
+    right = {
+        "session": [HEX],
+        "model": [MODEL],
+        "sampler": [f"{HEX}:sample:3", f"{HEX}:sample:0-12", f"direct:{HEX}"],
+        "request": [f"{MODEL}:4", f"{HEX}:sample:3:5"],
+        "checkpoint": [f"tinker://{MODEL}/weights/a.b-c_d", f"tinker://{MODEL}/sampler_weights/{'x' * 128}"],
+    }
+    for name in right[kind]:
+        assert has_form(kind, name)
+        for wrong in (f"{name}\n", f" {name}", f"x{name}", f"{name}/", name[:16], name.replace("0", "٠"), [name], 0):
+            assert not has_form(kind, wrong), wrong
