@@ -41,7 +41,9 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.architecture.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.model.architecture.precision import PRECISIONS, choose_precision
 from fsdp_qlora.model.build_model import LayerOptions, build_model
-from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, PackedFormat, take_packed
+from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
+from fsdp_qlora.model.quantizers.settings import KEYS, MODELOPT_FILE
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.sharding.loading.load_weights import load_quantized, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights
@@ -353,7 +355,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     name, with_code = run.model_name, run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
-    found = take_packed(config, name)
+    found = take_packed(config, name, folder)
     packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
     if ids := peft_folder.token_ids(adapter_path, adapter.config.to_dict()):
         NewTokens(ids).grow(config)
@@ -455,8 +457,11 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     content = read_json(merge.folder / "config.json")
     text = content.get("text_config", content)
     is_decoded = merge.stored is not None and not merged.keeps_format
-    if is_decoded:
-        content.pop("quantization_config", None)
+    for key in KEYS if is_decoded else ():
+        content.pop(key, None)
+        text.pop(key, None)
+    if merged.keeps_format and (own := read_json(merge.folder / MODELOPT_FILE)):
+        content.setdefault("quantization_config", {"quant_method": "modelopt", **own})
     if merged.dtype or is_decoded:
         for part in (content, text):
             part.pop("torch_dtype", None)

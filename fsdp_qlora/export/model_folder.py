@@ -20,15 +20,12 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.base import packed_forms
 from fsdp_qlora.model.quantizers.bnb_4bit import Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.model.quantizers.e2m1 import global_scale
-from fsdp_qlora.model.quantizers.packed import (
-    BITSANDBYTES,
-    EXPERTS_KEY,
-    compressed_config,
-    compressed_forms,
-    take_packed,
-)
+from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES
 from fsdp_qlora.model.quantizers.routed import quantizable_weights, route_experts
+from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
+from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms
 from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
@@ -80,12 +77,14 @@ def check_is_new(out: Path) -> None:
 def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     """A folder with the small files of `source`, and its code if it has any. It becomes `out` at the end of the block.
 
-    config.json with the content `config` is written last; after a failure nothing remains of `out`.
+    config.json with the content `config` is written last; after a failure nothing remains of `out`. It tells the
+    format of the weights, so that modelopt's own file is left out.
     """
     with refusal_named("out", out), staged_folder(out) as partial:
         patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
         for path in {path for pattern in patterns for path in source.glob(pattern)}:
-            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
+            is_written = path.name in ("config.json", MODELOPT_FILE) or path.name.endswith(".index.json")
+            if path.is_file() and not is_written:
                 shutil.copyfile(path, partial / path.name)
         yield partial
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -129,7 +128,7 @@ def quantize_model(
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
-    stored = take_packed(config, model_name)
+    stored = take_packed(config, model_name, folder)
     if stored and stored.quantizer == BITSANDBYTES:
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     if stored:

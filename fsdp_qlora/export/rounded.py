@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdp_qlora.export.merge import Merge, MergedModel, spans, write_merged
-from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, INTEGERS
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm

@@ -28,7 +28,7 @@ from fsdp_qlora.model.architecture.models import block_linears, build_meta_model
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
-from fsdp_qlora.model.quantizers.packed import PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts, router_linears
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
@@ -143,9 +143,8 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    if packed := layers.prequantized:  # weight files determine the quantized layers; bitsandbytes' have no experts
-        frozen = [path for path in frozen if packed.has_linears and packed.is_quantized(path)]
-        frozen_experts = [path for path in frozen_experts if packed.has_experts and packed.is_quantized(path)]
+    if packed := layers.prequantized:
+        frozen, frozen_experts = packed.chosen(frozen, frozen_experts)
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
         own, routers = block_linears(model, by_class_alone=True), router_linears(model)

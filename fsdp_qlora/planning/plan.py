@@ -33,7 +33,8 @@ from fsdp_qlora.model.architecture.token_mixers import can_continue, has_convolu
 from fsdp_qlora.model.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
-from fsdp_qlora.model.quantizers.packed import BITSANDBYTES, PackedFormat, take_packed
+from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
@@ -213,7 +214,7 @@ def build_plan(
     # GPUs that are elsewhere are taken for newer ones.
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
-    packed, stored = take_formats(config, model_config)
+    packed, stored = take_formats(config, model_config, folder)
     tokenizer, new_tokens = with_new_tokens(config, model_config, tokenizer)
     layers = layer_options(config, model_config, packed)
     meta = build_model(
@@ -257,7 +258,7 @@ def build_plan(
 
 
 def take_formats(
-    config: TrainConfig, model_config: PretrainedConfig
+    config: TrainConfig, model_config: PretrainedConfig, folder: Path
 ) -> tuple[PackedFormat | None, PackedFormat | None]:
     """Remove the quantization of a model's weight files from its configuration, and say how they are used.
 
@@ -267,7 +268,7 @@ def take_formats(
     Raises:
         UserError: the format is unknown, or the train type trains other models.
     """
-    packed, kind = take_packed(model_config, config.model_name), TRAIN_TYPES[config.train_type]
+    packed, kind = take_packed(model_config, config.model_name, folder), TRAIN_TYPES[config.train_type]
     if packed is None or not packed.is_kept(kind.quantizer, config.quant_type):
         return None, packed
     if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:

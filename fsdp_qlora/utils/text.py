@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import reprlib
 import sys
 from typing import Any
 
@@ -14,6 +15,9 @@ GIB = 2**30
 _COLUMNS = 100  # of the lines that a run prints at its start
 _LONGEST, _SCREEN = 1000, 6000  # most characters of a message's line, and of a message
 
+_LONGEST_VALUE = 80  # most characters of a value that a message quotes
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.()+/-]*")  # a value that is quoted without quotation marks
+
 # C0 and C1 control characters except newline and tab, and lone surrogates, which cannot be encoded in UTF-8.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -21,6 +25,19 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def printable(text: str) -> str:
     r"""Replace control characters by escapes such as \x1b: a terminal would obey those in a row or a model's name."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shown(value: Any) -> str:
+    """A value of a stranger's file for a message: on one line, of limited length and depth."""
+    short = reprlib.Repr()
+    short.maxlevel = 3
+    short.maxstring = short.maxother = short.maxlong = _LONGEST_VALUE
+    return _without_middle(short.repr(value), 2 * _LONGEST_VALUE)
+
+
+def shown_name(name: str) -> str:
+    """As `shown`, for a name, which is quoted only where it looks like none."""
+    return name if len(name) <= _LONGEST_VALUE and _PLAIN.fullmatch(name) else shown(name)
 
 
 def warn_from_any_rank(text: str) -> None:

@@ -137,11 +137,13 @@ def test_integers_that_do_not_fit_are_refused_by_name(tensor: str, value: torch.
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ (gemv)"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ (marlin)"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"bits": 8}}}, "GPTQ"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*up.*": {"format": "marlin"}}}, "GPTQ"),
+        ({"quant_method": "gptq", "bits": 5}, "GPTQ"),
         ({"quant_method": "compressed-tensors", "format": "mixed-precision"}, "compressed-tensors (mixed-precision)"),
     ],
 )
 def test_integers_in_other_layouts_are_refused_by_name(settings: dict, label: str) -> None:
     with pytest.raises(UserError) as error:
         take_packed(PretrainedConfig(quantization_config=settings), "m")
-    assert f"model_name m is quantized as {label}, which is not supported. Give the model" in str(error.value)
+    assert f"model_name m is quantized as {label}, which is not supported: " in str(error.value)
+    assert "Give the model with 16- or 32-bit" in str(error.value)

@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from fsdp_qlora.model.quantizers.packed import PackedFormat, take_packed
+from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.planning.offers import known_config
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles

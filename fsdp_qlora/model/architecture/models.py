@@ -39,6 +39,7 @@ from fsdp_qlora.model.architecture.attention import choose_sdpa
 from fsdp_qlora.model.architecture.shapes import any_layer_has
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, read_named, why_not_writable
+from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -142,6 +143,12 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
         content = dict(json.loads(read_named(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
+    settings = content.get("quantization_config")
+    if not isinstance(settings, dict | None):  # transformers would fail on it
+        raise UserError(
+            f"model_name {name}: config.json has quantization_config {shown(settings)}, not an object. Download it "
+            "again, or give the model with 16- or 32-bit weights."
+        )
     model_type, has_code = content.get("model_type"), bool(content.get("auto_map"))
     if str(model_type) in CONFIG_MAPPING:
         return

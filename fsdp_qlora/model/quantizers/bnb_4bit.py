@@ -14,7 +14,7 @@ These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is
 
 bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
 (X = model.layers.0.mlp.experts.gate_up_proj), which only this package can read: in cache entries, and in models saved
-by the quantize command, which have `packed.EXPERTS_KEY` in their quantization_config.
+by the quantize command, which have `settings.EXPERTS_KEY` in their quantization_config.
 """
 
 import functools

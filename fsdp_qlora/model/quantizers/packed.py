@@ -1,33 +1,16 @@
-"""Models whose weight files are quantized already, in a format that a row of QUANTIZERS trains as it is or in integers.
+"""Models whose weight files are quantized already: their format, from a quantization_config and the tensors' names."""
 
-What is read here is config.json's quantization_config, as bitsandbytes, transformers (FP8, MXFP4), compressed-tensors,
-modelopt, AutoAWQ and GPTQ's programs write it.
-"""
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-import re
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
-import torch
 from transformers import PretrainedConfig
-from transformers.quantizers.quantizers_utils import should_convert_module
 
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS, PackedFormat
+from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, Scheme, Settings, as_block, take_settings
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.safetensors_files import TensorForm
+from fsdp_qlora.utils.text import shown, shown_name
 
-# The formats of compressed-tensors that are written, by --quant_type: name, type of scales, settings of weights.
-_WRITTEN: Mapping[str, tuple[str, torch.dtype, dict[str, Any]]] = {
-    "mxfp4": ("mxfp4-pack-quantized", torch.uint8, {"num_bits": 4, "group_size": 32, "strategy": "group"}),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        torch.float8_e4m3fn,
-        {"num_bits": 4, "group_size": 16, "strategy": "tensor_group"},
-    ),
-    "fp8": ("naive-quantized", torch.float32, {"num_bits": 8, "group_size": None, "strategy": "channel"}),
-}
-EXPERTS_KEY = "fsdp_qlora_experts"
 # Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named below it; None for
 # tensors that are unused: scales of 8-bit activations, which have 16 bits here.
 _UNUSED: dict[str, str | None] = dict.fromkeys(
@@ -43,200 +26,211 @@ _QUANTIZED = {
 }  # fmt: skip
 _MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
-BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
+_INTEGER_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")
+_GPTQ_BITS = (2, 3, 4, 8)
+# modelopt's own names, where no config_groups say more.
+_ALGORITHMS: Mapping[str, Scheme] = {
+    "FP8": Scheme("all", ["Linear"], "", "float", 8, None, "tensor", None),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("all", ["Linear"], "", "float", 8, None, "channel", None),
+    "NVFP4": Scheme("all", ["Linear"], "", "float", 4, 16, None, None),
+}
+_FLOAT_QUANTIZED = Scheme("all", ["Linear"], "float-quantized", "float", 8, None, "", None)
+_READABLE = "bitsandbytes' 4 bits, MXFP4, NVFP4, FP8, AWQ, GPTQ or integers of compressed-tensors"
 
 
-class PackedFormat(NamedTuple):
-    """The format of a model's weight files, from its quantization_config.
+class _Unreadable(Exception):
+    """A format that cannot be read, and why."""
 
-    name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded. options: arguments of its
-    layers (or of the tensors that are decoded); None if only the files' tensors tell them. skipped: modules that were
-    not quantized. has_linears, has_experts: whether linear layers and expert parameters are. endings: see above.
+
+def take_packed(config: PretrainedConfig, name: str, folder: Path | None = None) -> PackedFormat | None:
+    """Remove a quantization from a model's configuration and return it; None if there is none.
+
+    folder: of the model.
+
+    Raises:
+        UserError: the configuration has a value of a wrong type, or the format cannot be read.
     """
-
-    name: str
-    quantizer: str
-    options: Mapping[str, Any] | None
-    skipped: Sequence[str] | None = None
-    has_linears: bool = True
-    has_experts: bool = True
-    endings: Mapping[str, str | None] = MappingProxyType({})
-
-    def is_quantized(self, path: str) -> bool:
-        """Whether the weight at `path`, a linear layer or expert parameter of a decoder block, is quantized."""
-        if self.quantizer == BITSANDBYTES:
-            return bool(should_convert_module(path, self.skipped))
-        return not any(_names(pattern, path) for pattern in self.skipped or ())
-
-    def is_kept(self, quantizer: str | None, quant_type: str) -> bool:
-        """Whether a run trains the weights as they are, and does not decode them as they are read.
-
-        quantizer: that of the run's train type. quant_type: the run's.
-        """
-        is_trained = self.quantizer != INTEGERS and self.options is not None
-        return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_trained)
-
-    def name_here(self, name: str) -> str | None:
-        """The name that a tensor of the files has here; None for one that is unused."""
-        for ending, own in self.endings.items():
-            if name.endswith(ending):
-                return None if own is None else name.removesuffix(ending) + own
-        return name
-
-    def describe_decoding(self, *, quantizes: bool) -> str:
-        """Describe in one line that the weights are decoded."""
-        use = "and quantized again" if quantizes else "and kept in the precision of this run"
-        to = "the type of their scales" if self.quantizer == INTEGERS else "bf16"
-        return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."
-
-    def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """Describe in one line that the model's own weights are used, and the options that they override."""
-        if self.quantizer != BITSANDBYTES or self.options is None:
-            return (
-                f"The model is stored in {self.name}: its weights are trained on as they are. --quant_type nf4 "
-                "quantizes them again."
-            )
-        given = {"quant_type": quant_type, "double_quant": double_quant}
-        ignored = [
-            f"--{name} {str(value).lower()}"
-            for name, value in given.items()
-            if value not in ("auto", self.options[name])
-        ]
-        return f"The model is quantized already ({self.name}): its own 4-bit weights are used as they are" + (
-            f", and {' and '.join(ignored)} has no effect." if ignored else "."
-        )
-
-
-def quantization_settings(config: PretrainedConfig) -> Mapping[str, Any]:
-    """A model's quantization_config; empty if it has none."""
-    settings = getattr(config, "quantization_config", None) or {}
-    return settings if isinstance(settings, dict) else settings.to_dict()
-
-
-def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]:
-    """The quantization_config of a model that is written in a format of compressed-tensors.
-
-    skipped: paths of linear layers that are not quantized.
-    """
-    name, _, form = _WRITTEN[quant_type]
-    weights = {**form, "type": "float", "symmetric": True, "dynamic": False}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}}
-    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name}
-    return about | {"config_groups": groups, "ignore": list(skipped)}
-
-
-def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict[str, TensorForm]:
-    """The tensors of a weight [out, in] in such a model. Raises UserError if it has no such form."""
-    _, dtype, form = _WRITTEN[quant_type]
-    size = form["group_size"] or shape[-1]
-    if len(shape) != 2 or not name.endswith(".weight") or shape[1] % size:
-        raise UserError(f"{name} {list(shape)} cannot be in {quant_type}: it must be a matrix with rows of {size}s.")
-    scales = {f"{name}_scale": TensorForm(dtype, (shape[0], shape[1] // size))}
-    if quant_type == "nvfp4":
-        scales[f"{name}_global_scale"] = TensorForm(torch.float32, (1,))
-    if quant_type == "fp8":
-        return {name: TensorForm(torch.float8_e4m3fn, shape), **scales}
-    return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2)), **scales}
-
-
-def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
-    """Remove a quantization from a model's configuration and return it. Raises UserError for an unknown format."""
-    if not (settings := quantization_settings(config)):
+    settings = take_settings(config, name, folder)
+    if settings is None:
         return None
-    # The model is built with plain layers, which ours then replace.
-    del config.quantization_config
-    if packed := _bitsandbytes(settings) or _transformers(settings) or _integers(settings) or _grouped(settings):
-        return packed
-    method = str(settings.get("quant_method", "an unnamed format"))
-    label = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
-    layout = _layout(settings)
-    raise UserError(
-        f"model_name {name} is quantized as {label}{f' ({layout})' * bool(layout)}, which is not supported. Give the "
-        "model with 16- or 32-bit weights (train_type qlora quantizes it while loading), or in bitsandbytes' 4 bits, "
-        "MXFP4, NVFP4, FP8, AWQ, GPTQ or integers of compressed-tensors."
-    )
+    reader = _READERS.get(_method_of(settings))
+    if reader is None:
+        raise UserError(f"{_refused(name, settings)}. {_advice(f', or in {_READABLE}')}")
+    try:
+        return reader(settings)
+    except _Unreadable as error:
+        raise UserError(f"{_refused(name, settings)}: {error}. {_advice()}") from error
 
 
-def _bitsandbytes(settings: Mapping[str, Any]) -> PackedFormat | None:
-    if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
-        return None
-    quant_type = settings.get("bnb_4bit_quant_type", "fp4")
-    double_quant = bool(settings.get("bnb_4bit_use_double_quant", False))
+def _method_of(settings: Settings) -> str:
+    """The method, where old configurations of bitsandbytes name none; empty for its 8 bits, which nothing reads."""
+    if settings.method not in ("", "bitsandbytes"):
+        return settings.method
+    is_4bit = settings.fields.get("load_in_4bit", settings.fields.get("_load_in_4bit"))
+    return "bitsandbytes" if is_4bit else ""
+
+
+def _refused(name: str, settings: Settings) -> str:
+    """The beginning of a message."""
+    method, layout = shown_name(settings.method or "an unnamed format"), settings.layout
+    if settings.method == "bitsandbytes":
+        method = "8-bit bitsandbytes"
+    elif len(method) < 6:
+        method = method.upper()
+    label = f"{method} ({shown_name(layout)})" if layout else method
+    return f"model_name {name} is quantized as {label}, which is not supported"
+
+
+def _advice(others: str = "") -> str:
+    return f"Give the model with 16- or 32-bit weights (train_type qlora quantizes it while loading){others}."
+
+
+def _bitsandbytes(settings: Settings) -> PackedFormat:
+    fields = settings.fields
+    quant_type = fields.get("bnb_4bit_quant_type", "fp4")
+    double_quant = fields.get("bnb_4bit_use_double_quant", False)
     return PackedFormat(
         f"{quant_type}, {'' if double_quant else 'no '}double quantization",
         BITSANDBYTES,
         {"quant_type": quant_type, "double_quant": double_quant},
-        settings.get("llm_int8_skip_modules"),
-        has_experts=bool(settings.get(EXPERTS_KEY, False)),
+        skipped=settings.skipped,
+        has_experts=fields.get(EXPERTS_KEY, False),
     )
 
 
-def _transformers(settings: Mapping[str, Any]) -> PackedFormat | None:
-    """The formats that transformers itself names."""
-    method, block = settings.get("quant_method"), settings.get("weight_block_size")
-    if method == "mxfp4":  # gpt_oss: experts alone, stored as [experts, out, in]
-        return PackedFormat("MXFP4", "mxfp4", {"is_upright": True}, has_linears=False, endings=_GPT_OSS)
-    if method not in ("fp8", "fbgemm_fp8"):
-        return None
-    options: dict[str, Any] | None = {} if method == "fbgemm_fp8" else None
-    if block:
-        options = {"block": tuple(block)}
-    elif settings.get("activation_scheme") == "static":  # one scale for each matrix
+def _mxfp4(settings: Settings) -> PackedFormat:
+    """gpt_oss: experts alone, stored as [experts, out, in]."""
+    return PackedFormat("MXFP4", "mxfp4", {"is_upright": True}, _GPT_OSS, has_linears=False)
+
+
+def _fp8(settings: Settings) -> PackedFormat:
+    """transformers' own FP8."""
+    fields = settings.fields
+    options: dict[str, Any] | None = None
+    if "weight_block_size" in fields:
+        options = {"block": as_block(fields["weight_block_size"])}
+    elif settings.method == "fbgemm_fp8":
+        options = {}
+    elif fields.get("activation_scheme") == "static":  # one scale for each matrix
         options = {"num_parts": 1}
-    return PackedFormat("FP8", "fp8", options, settings.get("modules_to_not_convert"), endings=_FP8)
+    return PackedFormat("FP8", "fp8", options, _FP8, skipped=settings.skipped)
 
 
-def _layout(settings: Mapping[str, Any]) -> str:
-    """The layout of a format's files that a configuration names; empty if none."""
-    return str(next(filter(None, map(settings.get, ("checkpoint_format", "format", "version"))), "")).lower()
+def _awq(settings: Settings) -> PackedFormat:
+    _check_integers(settings, (4,), ("", "gemm"))
+    return PackedFormat("AWQ", INTEGERS, {"bits": 4, "is_transposed": True, "is_awq": True}, _QUANTIZED)
 
 
-def _integers(settings: Mapping[str, Any]) -> PackedFormat | None:
-    """AWQ or GPTQ, for which its settings must be the same for all layers."""
-    method, bits, layout = settings.get("quant_method"), settings.get("bits", 0), _layout(settings)
-    is_awq = (method, bits) == ("awq", 4) and layout in ("", "gemm")
-    is_gptq = method == "gptq" and bits in (2, 3, 4, 8) and layout in ("", "gptq", "gptq_v2")
-    if not (is_awq or is_gptq) or settings.get("dynamic"):
-        return None
-    form = {"bits": bits, "is_transposed": True, "is_awq": is_awq, "zero_shift": is_gptq and layout != "gptq_v2"}
-    return PackedFormat(str(method).upper(), INTEGERS, form, endings=_QUANTIZED)
+def _gptq(settings: Settings) -> PackedFormat:
+    """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other ones."""
+    _check_integers(settings, _GPTQ_BITS, ("", "gptq", "gptq_v2"))
+    for pattern, changes in settings.fields.get("dynamic", {}).items():
+        if other := {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys():
+            raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
+    form = {"bits": settings.fields["bits"], "is_transposed": True, "zero_shift": settings.layout != "gptq_v2"}
+    return PackedFormat("GPTQ", INTEGERS, form, _QUANTIZED)
 
 
-def _grouped(settings: Mapping[str, Any]) -> PackedFormat | None:
-    """A format of compressed-tensors or modelopt, if it is the same for all layers."""
-    method, groups = settings.get("quant_method"), [*(settings.get("config_groups") or {}).values()]
-    rotates = settings.get("transform_config") or "SVD" in str(settings.get("quant_algo"))
-    if method not in ("compressed-tensors", "modelopt") or rotates:
-        return None
-    weights, is_modelopt = [group.get("weights") or {} for group in groups], method == "modelopt"
-    if method == "compressed-tensors" and settings.get("format") == "float-quantized" and not groups:
-        weights = [{"type": "float", "num_bits": 8}]
-    if len(weights) != 1 or any(group.get("targets") not in (None, ["Linear"]) for group in groups):
-        return None
-    (form,) = weights
-    kind, bits, size, strategy = (form.get(key) for key in ("type", "num_bits", "group_size", "strategy"))
-    options: dict[str, Any] | None = {}
-    if kind == "int" and _layout(settings) in ("pack-quantized", "int-quantized", "naive-quantized"):
-        return PackedFormat(f"INT{bits}", INTEGERS, {"bits": bits}, endings=_COMPRESSED)
-    if (kind, bits, size) == ("float", 4, 16):
-        name, options = "NVFP4", {"num_parts": 1, "multiplies": is_modelopt}
-    elif (kind, bits, size) == ("float", 4, 32) and not is_modelopt:
-        name = "MXFP4"
-    elif (kind, bits) == ("float", 8):
-        blocks = {"block": tuple(form.get("block_structure") or ())}
-        name = "FP8"
-        known: dict[str, dict[str, Any]] = {"block": blocks, "channel": {}, "tensor": {"num_parts": 1}}
-        options = known.get(strategy or "tensor" * is_modelopt)
-    else:
-        return None
-    endings = _FP8 if name == "FP8" else _MODELOPT if is_modelopt else _COMPRESSED
-    return PackedFormat(name, name.lower(), options, settings.get("ignore"), endings=endings)
+def _check_integers(settings: Settings, bits: Sequence[int], layouts: Sequence[str]) -> None:
+    given = settings.fields.get("bits")
+    if given not in bits:
+        raise _Unreadable(f"bits must be {' or '.join(map(str, bits))}, and config.json has {given or 'none'}")
+    if settings.layout not in layouts:
+        raise _Unreadable(f"its files are in another layout than {layouts[-1]}")
 
 
-def _names(pattern: str, path: str) -> bool:
-    """Whether a pattern of a skipped module, as these programs write them, is for the layer at `path`."""
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), path) is not None
-    if "*" in pattern:
-        return fnmatch(path, pattern)
-    return f".{pattern}." in f".{path}."
+def _compressed(settings: Settings) -> PackedFormat:
+    fields, schemes = settings.fields, settings.schemes
+    if fields.get("transform_config"):
+        raise _Unreadable("transform_config says that weights are rotated")
+    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise _Unreadable(f"sparsity_config says that weights are sparse ({shown(sparsity)})")
+    if not schemes and settings.layout == "float-quantized":
+        schemes = [_FLOAT_QUANTIZED]
+    return _of_schemes(settings, schemes)
+
+
+def _modelopt(settings: Settings) -> PackedFormat:
+    algorithm = settings.fields.get("quant_algo", "")
+    if any(word in algorithm for word in ("SVD", "AWQ")):
+        raise _Unreadable(f"quant_algo {shown_name(algorithm)} changes activations too")
+    known = _ALGORITHMS.get(algorithm)
+    if not settings.schemes and known is None:
+        names = ", ".join(_ALGORITHMS)
+        found = shown_name(algorithm) if algorithm else "none"
+        raise _Unreadable(f"{settings.file} has no config_groups, and quant_algo {found} is not one of {names}")
+    schemes = settings.schemes
+    if not schemes and known is not None:
+        schemes = [known]
+    return _of_schemes(settings, schemes)
+
+
+def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PackedFormat:
+    """The format of all groups, which may differ in the layers that they are for."""
+    formats = [_of_scheme(settings, scheme) for scheme in schemes]
+    if not formats:
+        raise _Unreadable("config_groups has no group of weights")
+    first, *others = formats
+    named = dict.fromkeys(f"{each.name} ({scheme.name})" for each, scheme in zip(formats, schemes, strict=True))
+    if len({each.name for each in formats}) > 1:
+        raise _Unreadable(f"its layers are in several formats: {', '.join([*named][:8])}")
+    if any(each.options != first.options for each in others):
+        if any("block" in (each.options or {}) for each in formats):
+            raise _Unreadable(f"its layers have blocks of several sizes: {', '.join([*named][:8])}")
+        first = first._replace(options=None)  # scales of rows in some layers, and of matrices in others
+    targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
+    return first._replace(targets=targets, skipped=settings.skipped)
+
+
+def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
+    is_modelopt = settings.method == "modelopt"
+    kind, bits = scheme.kind, scheme.bits
+    if not is_modelopt:  # compressed-tensors' defaults
+        kind, bits = kind or "int", bits or 8
+    form = (kind, bits, scheme.group_size)
+    if kind == "int" and not is_modelopt:
+        return _of_integers(scheme, bits or 8)
+    if form == ("float", 4, 16):
+        endings = _MODELOPT if is_modelopt else _COMPRESSED
+        return PackedFormat("NVFP4", "nvfp4", {"num_parts": 1, "multiplies": is_modelopt}, endings)
+    if form == ("float", 4, 32) and not is_modelopt:
+        return PackedFormat("MXFP4", "mxfp4", {}, _COMPRESSED)
+    if (kind, bits) == ("float", 8) and scheme.group_size in (None, -1):
+        return PackedFormat("FP8", "fp8", _fp8_options(scheme), _FP8)
+    parts = {"type": scheme.kind, "num_bits": scheme.bits, "group_size": scheme.group_size}
+    described = ", ".join(f"{key} {shown_name(str(value))}" for key, value in parts.items())
+    raise _Unreadable(f"{scheme.name} has weights of {described}")
+
+
+def _of_integers(scheme: Scheme, bits: int) -> PackedFormat:
+    if bits > 8:
+        raise _Unreadable(f"{scheme.name} has integers of {bits} bits, and those of 1 to 8 can be read")
+    if scheme.layout not in _INTEGER_LAYOUTS:
+        raise _Unreadable(f"{scheme.name} has integers in another format than {', '.join(_INTEGER_LAYOUTS)}")
+    return PackedFormat(f"INT{bits}", INTEGERS, {"bits": bits}, _COMPRESSED)
+
+
+def _fp8_options(scheme: Scheme) -> dict[str, Any] | None:
+    """Arguments of FP8 layers; None if the files alone tell what has a scale."""
+    strategy = scheme.strategy
+    if strategy is None:
+        strategy = "channel" if scheme.group_size == -1 else "tensor"
+    if strategy == "block" and scheme.block is None:
+        raise _Unreadable(f"{scheme.name} has scales of blocks, and no block_structure")
+    if strategy == "block":
+        return {"block": scheme.block}
+    known: Mapping[str, dict[str, Any]] = {"channel": {}, "tensor": {"num_parts": 1}}
+    return known.get(strategy)
+
+
+_READERS: Mapping[str, Callable[[Settings], PackedFormat]] = {
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+}

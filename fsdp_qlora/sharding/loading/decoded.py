@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
-from fsdp_qlora.model.quantizers.packed import INTEGERS, PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import INTEGERS, PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.model.quantizers.bnb_4bit import packed_tensors
-from fsdp_qlora.model.quantizers.packed import PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredTensor, find_decoded, find_packed
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named

@@ -1,0 +1,106 @@
+"""Names of modules matched by the patterns of a quantization_config.
+
+A pattern is a stranger's program: a regular expression can take years. Patterns are matched in a process of their own
+with a time limit, unless they are plain names.
+"""
+
+import functools
+import json
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
+
+_SECONDS = 30.0  # those of a published model take a thousandth of this
+_MEMORY_BYTES = 2**30
+_PLAIN = re.compile(r"[\w.]*")
+_REGEX = "re:"  # in front of a regular expression, in compressed-tensors
+# transformers' `should_convert_module`: a name ends before a dot.
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+
+
+def matching(paths: Sequence[str], patterns: Sequence[str], *, by_transformers: bool = False) -> set[str]:
+    """The paths of modules that one of the patterns names.
+
+    by_transformers: whether all patterns are regular expressions, as in a quantization_config of bitsandbytes.
+
+    Raises:
+        UserError: a pattern is no regular expression, or takes too long; the same on every rank.
+    """
+    programs = [pattern for pattern in patterns if not _PLAIN.fullmatch(pattern)]
+    plain = [pattern for pattern in patterns if _PLAIN.fullmatch(pattern)]
+    found = {path for path in paths if _any_matches(path, plain, by_transformers)}
+    if programs:
+        found |= _matched_apart(tuple(paths), tuple(dict.fromkeys(programs)), by_transformers)
+    return found
+
+
+def _any_matches(path: str, patterns: Iterable[str], by_transformers: bool) -> bool:
+    return any(_matches(pattern, path, by_transformers) for pattern in patterns)
+
+
+def _matches(pattern: str, path: str, by_transformers: bool) -> bool:
+    if by_transformers:
+        return path.endswith(pattern) or re.match(rf"(?:{pattern}){_BOUNDARY}", path) is not None
+    if pattern.startswith(_REGEX):
+        return re.match(pattern.removeprefix(_REGEX), path) is not None
+    if "*" in pattern:
+        return fnmatch(path, pattern)
+    return f".{pattern}." in f".{path}."
+
+
+@functools.lru_cache(maxsize=8)
+def _matched_apart(paths: tuple[str, ...], patterns: tuple[str, ...], by_transformers: bool) -> frozenset[str]:
+    with_limit = _Matcher(__name__, _SECONDS)
+    try:
+        reply = with_limit.ask({"paths": paths, "patterns": patterns, "by_transformers": by_transformers})
+    finally:
+        with_limit.close()
+    advice = "Download it again, or give the model with 16- or 32-bit weights."
+    if "pattern" in reply:
+        raise UserError(
+            f"config.json has the pattern {shown(reply['pattern'])} in quantization_config, which is no regular "
+            f"expression: {shown(reply['reason'])}. {advice}"
+        )
+    if "found" not in reply:
+        raise UserError(
+            f"config.json has patterns in quantization_config, such as {shown(max(patterns, key=len))}, that cannot be "
+            f"matched with {len(paths)} names of modules within {_SECONDS:g} s. {advice}"
+        )
+    return frozenset(reply["found"])
+
+
+class _Matcher(Worker):
+    """The process that matches."""
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply; empty if there is none in time."""
+        reply, _ = self._exchange(json.dumps(request))
+        return dict(json.loads(reply)) if reply else {}
+
+
+# --- in the process ---
+
+
+def work() -> None:
+    """Answer a request: a line of JSON on stdin, and on stdout."""
+    limit_memory(_MEMORY_BYTES)
+    warnings.simplefilter("ignore")  # of regular expressions that may change
+    request = json.loads(sys.stdin.readline())
+    print(json.dumps(_reply(**request)), flush=True)
+
+
+def _reply(paths: list[str], patterns: list[str], by_transformers: bool) -> dict[str, Any]:
+    found = set[str]()
+    for pattern in patterns:
+        try:
+            found |= {path for path in paths if _matches(pattern, path, by_transformers)}
+        except (re.error, RecursionError, OverflowError, MemoryError) as error:
+            return {"pattern": pattern, "reason": str(error) or type(error).__name__}
+    return {"found": sorted(found)}
