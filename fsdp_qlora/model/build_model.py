@@ -30,6 +30,7 @@ from fsdp_qlora.model.architecture.token_mixers import keep_documents_apart
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 from fsdp_qlora.model.quantizers.routed import experts_forward, quantizable_weights, route_experts, router_linears
+from fsdp_qlora.model.quantizers.scaled import choose_quantized
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.utils.errors import UserError
 
@@ -144,7 +145,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
     if packed := layers.prequantized:
-        frozen, frozen_experts = packed.chosen(frozen, frozen_experts)
+        frozen, frozen_experts = choose_quantized(model, packed, frozen, frozen_experts)
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
         own, routers = block_linears(model, by_class_alone=True), router_linears(model)

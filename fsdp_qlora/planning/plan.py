@@ -35,9 +35,11 @@ from fsdp_qlora.model.model_parts import ModelParts, count_parameters
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
+from fsdp_qlora.model.quantizers.settings import is_quantized
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import tensor_names
 from fsdp_qlora.utils.text import fit, format_bytes, format_count
 
 log = logging.getLogger("fsdp_qlora")
@@ -140,7 +142,11 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     """Find the model, build it without weights as the train type says, and describe it."""
     # Weights are downloaded last, after all checks that do not need them.
     once = partial(once_per_machine, machine.ranks, store) if store else None
-    plan = build_plan(config, machine, *read_model(config, once=once))
+    folder, model_config, tokenizer = read_model(config, once=once)
+    if once and is_quantized(model_config, folder) and tensor_names(folder) is None:
+        # The files tell which layers are quantized. Only one of them has no index, which is here already.
+        hub.fetch_weights(config.model_name, folder, once)
+    plan = build_plan(config, machine, folder, model_config, tokenizer)
     if plan.meta.model.generation_config is not None:  # made of config.json alone
         plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
     dtype, device = plan.precision.compute_dtype, machine.ranks.device

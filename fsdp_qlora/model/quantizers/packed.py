@@ -1,5 +1,6 @@
 """Models whose weight files are quantized already: their format, from a quantization_config and the tensors' names."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from transformers import PretrainedConfig
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS, PackedFormat
 from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, Scheme, Settings, as_block, take_settings
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import tensor_names
 from fsdp_qlora.utils.text import shown, shown_name
+
+log = logging.getLogger("fsdp_qlora")
 
 # Ending of a tensor's name in the files -> its ending here, where a weight's statistics are named below it; None for
 # tensors that are unused: scales of 8-bit activations, which have 16 bits here.
@@ -45,7 +49,7 @@ class _Unreadable(Exception):
 def take_packed(config: PretrainedConfig, name: str, folder: Path | None = None) -> PackedFormat | None:
     """Remove a quantization from a model's configuration and return it; None if there is none.
 
-    folder: of the model.
+    folder: of the model, with its weights if they are here.
 
     Raises:
         UserError: the configuration has a value of a wrong type, or the format cannot be read.
@@ -57,9 +61,17 @@ def take_packed(config: PretrainedConfig, name: str, folder: Path | None = None)
     if reader is None:
         raise UserError(f"{_refused(name, settings)}. {_advice(f', or in {_READABLE}')}")
     try:
-        return reader(settings)
+        found = reader(settings)
     except _Unreadable as error:
         raise UserError(f"{_refused(name, settings)}: {error}. {_advice()}") from error
+    names = tensor_names(folder) if folder else None
+    if names is None:
+        return found
+    found = found._replace(scaled=found.weights_among(names))
+    if found.quantizer == BITSANDBYTES and not found.scaled:
+        log.info("%s", found.describe_decoding(quantizes=False))
+        return None
+    return found
 
 
 def _method_of(settings: Settings) -> str:

@@ -1,9 +1,10 @@
 """The format of weight files that are quantized already, which a row of QUANTIZERS trains as it is, or of integers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.model.quantizers.patterns import matching
 
 BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
@@ -15,14 +16,16 @@ class PackedFormat(NamedTuple):
     name: for people. quantizer: its row of QUANTIZERS, or INTEGERS, which are only decoded. options: arguments of its
     layers (or of the tensors that are decoded); None if only the files' tensors tell them. endings: ending
     of a tensor's name in the files -> its ending here, where a weight's statistics are named below it.
+    scaled: names here of the weights that are quantized, as the files tell; None if there are no files yet.
     skipped, targets: patterns of modules that are not quantized, and that are, as the configuration tells; "Linear" is
-    all. has_linears, has_experts: whether linear layers and expert parameters are.
+    all. has_linears, has_experts: whether linear layers and expert parameters are. Without files these four tell.
     """
 
     name: str
     quantizer: str
     options: Mapping[str, Any] | None
     endings: Mapping[str, str | None] = MappingProxyType({})
+    scaled: Collection[str] | None = None
     skipped: Sequence[str] = ()
     targets: Sequence[str] = ("Linear",)
     has_linears: bool = True
@@ -43,12 +46,19 @@ class PackedFormat(NamedTuple):
         found = {*named} - skipped
         return [path for path in linears if path in found], [path for path in experts if path in found]
 
+    def weights_among(self, names: Collection[str]) -> set[str]:
+        """The names here of the weights that are quantized, of the names of all tensors in the files."""
+        if self.quantizer == BITSANDBYTES:
+            return {name.partition(PACKED_STATE)[0] for name in names if PACKED_STATE in name}
+        here = {self.name_here(name) for name in names}
+        return {name.removesuffix(".scale") for name in here if name and name.endswith(".scale")} & here
+
     def is_kept(self, quantizer: str | None, quant_type: str) -> bool:
         """Whether a run trains the weights as they are, and does not decode them as they are read.
 
         quantizer: that of the run's train type. quant_type: the run's.
         """
-        is_trained = self.quantizer != INTEGERS and self.options is not None
+        is_trained = self.quantizer != INTEGERS and self.options is not None and self.scaled != set()
         return self.quantizer == BITSANDBYTES or (quantizer == BITSANDBYTES and quant_type == "auto" and is_trained)
 
     def name_here(self, name: str) -> str | None:
@@ -60,6 +70,8 @@ class PackedFormat(NamedTuple):
 
     def describe_decoding(self, *, quantizes: bool) -> str:
         """Describe in one line that the weights are decoded."""
+        if self.scaled == set():
+            return f"config.json says that the model is stored in {self.name}, but none of its weights is."
         use = "and quantized again" if quantizes else "and kept in the precision of this run"
         to = "the type of their scales" if self.quantizer == INTEGERS else "bf16"
         return f"The model is stored in {self.name}: its weights are decoded to {to} as they are read, {use}."

@@ -153,6 +153,12 @@ class Settings(NamedTuple):
         return [name for key in keys for name in self.fields.get(key, [])]
 
 
+def is_quantized(config: PretrainedConfig, folder: Path) -> bool:
+    """Whether a model says that it is quantized."""
+    parts = (config, config.get_text_config())
+    return any(vars(part).get(key) for part in parts for key in KEYS) or (folder / MODELOPT_FILE).is_file()
+
+
 def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> Settings | None:
     """Remove a quantization_config from a model's configuration and return it; None if the model is not quantized.
 

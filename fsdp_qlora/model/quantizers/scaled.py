@@ -1,0 +1,37 @@
+"""The weights of a model that are quantized in its files, whatever a quantization_config says of their names."""
+
+from collections.abc import Collection, Sequence
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.quantizers.packed_format import PackedFormat
+
+
+def choose_quantized(
+    model: PreTrainedModel, packed: PackedFormat, linears: Sequence[str], experts: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """The linear layers and expert parameters of a plain model that are quantized in its files.
+
+    Without files, those of which the configuration says so. Raises UserError as `PackedFormat.chosen`.
+    """
+    if packed.scaled is None:
+        return packed.chosen(linears, experts)
+    parameters = _parameters(model, packed.scaled)
+    chosen = [path for path in linears if f"{path}.weight" in parameters]
+    return chosen, [path for path in experts if path in parameters]
+
+
+def _parameters(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """The model's parameters that tensors with these names are, or are parts of, by transformers' own renaming."""
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    own = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())
+    renamed = {
+        name if name in own else rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0]
+        for name in names
+    }
+    return renamed & own.keys()
