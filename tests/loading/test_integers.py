@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ Models = Callable[..., Path]
 RUN = {"lr": 1e-2, "precision": "fp32", "lora_rank": 4, "num_epochs": 3}
 SIZE = 32  # of a group
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the columns of a word, from its lowest bits
+DYNAMIC = {"-:.*k_proj.*": {}, r"+:.*\.down_proj": {"bits": 8}}
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -30,11 +32,26 @@ def pack(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (stream << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-def save_gptq(source: Path, folder: Path, *, bits: int = 4, v2: bool = False, desc_act: bool = False) -> dict:
+def without_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """GPTQ's zero points of version 1 from those of version 2, by GPTQModel's own arithmetic, in numpy.
+
+    It subtracts one constant from int32 words, in which a zero borrows from its neighbour; of 3 bits, 1 from each.
+    """
+    if bits == 3:
+        numbers = (words.numpy().view("uint8").reshape(len(words), -1, 1) >> np.arange(8)) & 1
+        numbers = (numbers.reshape(len(words), -1, 3) << np.arange(3)).sum(-1)
+        return pack(torch.from_numpy((numbers - 1) % 8), 3)
+    ones = {2: 0b01010101010101010101010101010101, 4: 0x11111111, 8: 0x01010101}[bits]
+    return torch.from_numpy((words.numpy().view("uint32") - np.uint32(ones)).view("int32"))
+
+
+def save_gptq(
+    source: Path, folder: Path, *, bits: int = 4, v2: bool = False, desc_act: bool = False, dynamic: dict | None = None
+) -> dict:
     """Write a model's linear layers as GPTQ's programs do; returns all its weights as they are meant."""
     return save_integers(source, folder, {
         "quant_method": "gptq", "bits": bits, "group_size": SIZE, "desc_act": desc_act, "sym": False,
-        "checkpoint_format": "gptq_v2" if v2 else "gptq",
+        "checkpoint_format": "gptq_v2" if v2 else "gptq", "dynamic": dynamic,
     })  # fmt: skip
 
 
@@ -44,9 +61,10 @@ def save_awq(source: Path, folder: Path) -> dict:
 
 def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    bits, meant, stored = about["bits"], {}, {}
+    dynamic, meant, stored = about.get("dynamic") or {}, {}, {}
     for name, value in load_file(source / "model.safetensors").items():
-        if "_proj" not in name:
+        bits = 8 if dynamic and "down_proj" in name else about["bits"]
+        if "_proj" not in name or (dynamic and "k_proj" in name):
             stored[name] = meant[name] = value.half()
             continue
         rows, columns = value.shape
@@ -54,14 +72,16 @@ def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Te
         if about.get("desc_act"):
             g_idx = g_idx[torch.randperm(columns)]
         codes = torch.randint(2**bits, (columns, rows))  # [in, out], as in the files
-        zeros = torch.randint(1, 2**bits, (columns // SIZE, rows))
+        zeros = torch.randint(2**bits, (columns // SIZE, rows))
         scales = (torch.rand(columns // SIZE, rows) * 0.4 / 2**bits).half()
         meant[name] = ((codes - zeros[g_idx]) * scales.float()[g_idx]).T.contiguous().half()
         base = name.removesuffix(".weight")
         if about["quant_method"] == "awq":
             words = [pack(of.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4) for of in (codes, zeros)]
         else:
-            words = [pack(codes.T, bits).T, pack(zeros - int(about["checkpoint_format"] == "gptq"), bits)]
+            words = [pack(codes.T, bits).T, pack(zeros, bits)]
+            if about["checkpoint_format"] == "gptq":
+                words[1] = without_ones(words[1], bits)
             stored[f"{base}.g_idx"] = g_idx.to(torch.int32)
         stored |= {f"{base}.{end}": of.contiguous() for end, of in zip(("qweight", "qzeros"), words, strict=True)}
         stored[f"{base}.scales"] = scales
@@ -80,9 +100,12 @@ def save_by_compressed_tensors(source: Path, folder: Path, form: str) -> dict[st
 FORMS = {
     "awq": save_awq,
     "gptq": save_gptq,
-    "gptq of 3 bits": partial(save_gptq, bits=3, v2=True),
+    "gptq of 2 bits": partial(save_gptq, bits=2),
+    "gptq of 3 bits": partial(save_gptq, bits=3),
+    "gptq version 2": partial(save_gptq, bits=3, v2=True),
     "gptq of 8 bits": partial(save_gptq, bits=8),
     "gptq by activation": partial(save_gptq, desc_act=True),
+    "gptq of several bits": partial(save_gptq, dynamic=DYNAMIC),
     **{
         form: partial(save_by_compressed_tensors, form=form)
         for form in ("int4 groups", "int4 zeros", "int3 rows", "int8 rows", "int8 whole")

@@ -139,7 +139,7 @@ def _gptq(settings: Settings) -> PackedFormat:
     for pattern, changes in settings.fields.get("dynamic", {}).items():
         if other := {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys():
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
-    form = {"bits": settings.fields["bits"], "is_transposed": True, "zero_shift": settings.layout != "gptq_v2"}
+    form = {"bits": settings.fields["bits"], "is_transposed": True, "subtracts_one": settings.layout != "gptq_v2"}
     return PackedFormat("GPTQ", INTEGERS, form, _QUANTIZED)
 
 

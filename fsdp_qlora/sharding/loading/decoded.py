@@ -26,6 +26,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 _STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")  # of a weight, below its name here
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
+_GPTQ_BITS = (2, 3, 4, 8)
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _ADVICE = "Give the model with 16- or 32-bit weights."
 
@@ -250,15 +251,18 @@ class _Integers(DecodedTensor):
     groups] or one. Zero points: 32 rows in `bits` words [out * bits / 32, groups], or int8. g_idx [in]: the group of a
     column; by default groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
 
-    names, entries: ending here -> name in the files, tensor. zero_shift: added to packed zero points.
+    names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was subtracted from zero points.
     """
 
     def __init__(
         self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], bits: int,
-        *, is_transposed: bool = False, is_awq: bool = False, zero_shift: int = 0,
+        *, is_transposed: bool = False, is_awq: bool = False, subtracts_one: bool = False,
     ) -> None:  # fmt: skip
-        self._names, self._entries, self._bits, self._zero_shift = names, entries, bits, zero_shift
+        self._names, self._entries, self._bits = names, entries, bits
+        self._subtracts_one = subtracts_one
         self._is_transposed, self._is_awq = is_transposed, is_awq
+        if is_transposed and not is_awq:
+            bits = self._bits = self._bits_of_shapes()
         rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
         if entries[""].dtype == torch.int32:
             rows, columns = (rows * 32 // bits, columns) if is_awq else (rows, columns * 32 // bits)
@@ -273,6 +277,12 @@ class _Integers(DecodedTensor):
         if not columns or not self.dtype.is_floating_point or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
         return " and ".join(f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong)
+
+    def _bits_of_shapes(self) -> int:
+        """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many entries as columns."""
+        columns = self._entries[".g_idx"].shape.numel() if ".g_idx" in self._entries else 0
+        found = self._shape_of("")[1] * 32 / max(columns, 1)
+        return int(found) if found in _GPTQ_BITS else self._bits
 
     def _shape_of(self, part: str) -> tuple[int, int]:
         """The shape of a part as [out, ..]; (1, 1) of a scalar."""
@@ -306,10 +316,27 @@ class _Integers(DecodedTensor):
             values = read(name, first * columns, last * columns).view(last - first, columns)
         if not is_packed:
             return values
+        adds_one = self._subtracts_one and part == ".zero_point"
+        if adds_one:
+            values = _with_ones_added(values, self._bits)
         values = _unpack(values.T, self._bits).T if in_words else _unpack(values, self._bits)
         if self._is_awq:
             values = values.unflatten(0, (-1, 8))[:, _AWQ_ORDER].flatten(0, 1)
-        return values + (self._zero_shift if part else 0) - 2 ** (self._bits - 1)
+        if adds_one and 32 % self._bits:
+            values = (values + 1) % 2**self._bits
+        return values - 2 ** (self._bits - 1)
+
+
+def _with_ones_added(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """GPTQ's zero points of version 2 from those of version 1, as int64 words.
+
+    GPTQModel subtracts 1 from each number by subtracting 0x11111111 (of 4 bits) from int32 words, so that a zero
+    borrows from the next number, and adds it again. Numbers of 3 bits cross words: it adds 1 to each, modulo 8
+    (gptqmodel/utils/model.py, convert_gptq_v1_to_v2_format_module).
+    """
+    if 32 % bits:
+        return words
+    return words.long() + sum(1 << at for at in range(0, 32, bits))
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
