@@ -17,6 +17,8 @@ from fsdp_qlora.utils.safetensors_files import TensorForm
 # sums over parts would lose precision. A matrix of at most twice the size is faster as a whole, since a product packs
 # its input again for each part.
 _DECODED_BYTES = 4 * 2**20
+NOT_FINITE = "values that are not finite (NaN or infinity)"
+TOO_LARGE = "scales with which weights are not finite"
 _ALIGNED_ROWS = 256  # rows of codes after which a group of every quantization statistic begins
 
 
@@ -205,6 +207,13 @@ class QuantizedWeight(nn.Module):
         It has the parameter's bytes row by row, without the padding of the last row.
         """
         raise NotImplementedError
+
+    def unusable(self, suffix: str, values: torch.Tensor) -> str:
+        """What is wrong with these bytes of a stored tensor, such as a scale that is not a number; empty if nothing."""
+        dtype = self.stored_forms()[suffix].dtype
+        if dtype.is_floating_point and not values.view(dtype).isfinite().all():
+            return NOT_FINITE
+        return ""
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Suffix of the weight's name -> a tensor that every rank reads whole, for `load_whole`.

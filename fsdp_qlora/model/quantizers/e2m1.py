@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed.shards import gather_rows, own_rows, shard_size
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, groups_at_a_time, write_bytes
+from fsdp_qlora.model.quantizers.base import (
+    NOT_FINITE,
+    TOO_LARGE,
+    Matrix,
+    QuantizedWeight,
+    groups_at_a_time,
+    write_bytes,
+)
+from fsdp_qlora.model.quantizers.fp8 import has_nan
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -24,6 +32,8 @@ _SCALES_PER_ROW = 4  # of one byte each: together they are viewed as a float32 (
 _MANTISSA = 23  # bits of a float32's
 _ROUND_UP = 1 << _MANTISSA - 2  # from 1.75 on a group's largest magnitude is taken for 2, as by compressed-tensors
 _LARGEST_EXPONENT = 2  # of E2M1: 6 is 1.5 * 2**2
+_NOT_A_NUMBER = 255  # OCP Microscaling Formats 1.0, E8M0
+_MOST_EXPONENT = 127 + 125  # 6 * 2**125 is the largest weight that a float32 holds
 # NVFP4's scales
 _LARGEST_SCALE = torch.finfo(torch.float8_e4m3fn).max
 _SCALE_OF_ZEROS = 0.125  # compressed-tensors' for a group without a magnitude
@@ -98,6 +108,11 @@ class Mxfp4Weight(E2m1Weight):
     decoding_bytes = 11.4
     group_size = 32
 
+    def unusable(self, suffix: str, values: torch.Tensor) -> str:
+        if suffix != ".scale":
+            return ""
+        return NOT_FINITE if (values == _NOT_A_NUMBER).any() else TOO_LARGE * bool((values > _MOST_EXPONENT).any())
+
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
         # 2**-127 is below float32's normal numbers: it has the first bit of the mantissa.
         bits = torch.where(codes == 0, 1 << _MANTISSA - 1, codes.int() << _MANTISSA)
@@ -130,6 +145,15 @@ class Nvfp4Weight(E2m1Weight):
         self.multiplies = multiplies
         parts = num_parts * math.prod(shape[:-2]) or 1
         self.global_scale = self._storage(parts, 4, torch.float32)
+
+    def unusable(self, suffix: str, values: torch.Tensor) -> str:
+        if suffix == ".scale":
+            return NOT_FINITE if has_nan(values, torch.float8_e4m3fn) else ""
+        if suffix == ".global_scale":
+            scales = values.view(torch.float32)
+            largest = _LARGEST * _LARGEST_SCALE * (scales if self.multiplies else 1 / scales)
+            return super().unusable(suffix, values) or TOO_LARGE * (not largest.isfinite().all())
+        return ""
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
         (of_part,) = others

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.model.quantizers.base import Matrix, QuantizedWeight, row_bytes
+from fsdp_qlora.model.quantizers.base import NOT_FINITE, TOO_LARGE, Matrix, QuantizedWeight, row_bytes
 from fsdp_qlora.utils.safetensors_files import TensorForm
 
 _SCALE_OF_ZEROS = torch.finfo(torch.float32).eps  # compressed-tensors' for a row without a magnitude
+_PIECE = 2**20  # bytes that are searched at a time
 
 
 class Fp8Weight(QuantizedWeight):
@@ -86,8 +87,24 @@ class Fp8Weight(QuantizedWeight):
             ".scale": TensorForm(torch.float32, tuple(self.scale.shape)),
         }
 
+    def unusable(self, suffix: str, values: torch.Tensor) -> str:
+        if not suffix:
+            return NOT_FINITE if has_nan(values, self.code_dtype) else ""
+        largest = torch.finfo(torch.float32).max / torch.finfo(self.code_dtype).max
+        return super().unusable(suffix, values) or TOO_LARGE * _exceeds(values.view(torch.float32), largest)
+
     def code_settings(self) -> dict[str, Any]:
         return {"format": "fp8"}
+
+
+def has_nan(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether bytes of FP8 have a NaN, or an infinity of E5M2."""
+    mask = 0x7C if dtype == torch.float8_e5m2 else 0x7F
+    return any(bool(((piece & mask) == mask).any()) for piece in values.flatten().split(_PIECE))
+
+
+def _exceeds(values: torch.Tensor, most: float) -> bool:
+    return bool((values.abs() > most).any())
 
 
 def block_scales(rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype) -> torch.Tensor:

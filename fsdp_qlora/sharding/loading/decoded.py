@@ -9,7 +9,7 @@ Integers: see `_Integers`.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +26,18 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E2M1: Mapping[str, type[E2m1Weight]] = {"mxfp4": Mxfp4Weight, "nvfp4": Nvfp4Weight}
 _STATISTICS = (".scale", ".global_scale", ".zero_point", ".g_idx")  # of a weight, below its name here
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # a row of eight -> where a word has it
-_GPTQ_BITS = (2, 3, 4, 8)
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _ADVICE = "Give the model with 16- or 32-bit weights."
+# The types of codes in the files, and of their scales.
+_CODES: Mapping[str, tuple[torch.dtype, ...]] = {"fp8": _FP8, "mxfp4": (torch.uint8,), "nvfp4": (torch.uint8,)}
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FLOATS = (*_WEIGHTS, torch.float8_e8m0fnu)
+_SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
+    "fp8": _FLOATS,
+    "mxfp4": (torch.uint8, torch.float8_e8m0fnu),
+    "nvfp4": (torch.float8_e4m3fn,),
+}
+_GPTQ_BITS = (2, 3, 4, 8)
 
 # (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
@@ -108,18 +117,30 @@ def find_decoded(
 def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tuple[dict[str, str], set[str]]:
     """Name here -> name in the files, for the tensors of a packed model; and those in the files that are unused."""
     names = {name: packed.name_here(name) for name in entries}
-    codes = {own for name, own in names.items() if entries[name].dtype in (torch.uint8, torch.int8, torch.int32, *_FP8)}
-    here = {}
+    codes = {own for name, own in names.items() if entries[name].dtype not in _WEIGHTS}
+    here: dict[str, str] = {}
     for name, own in names.items():
-        if own is not None:
-            of_other = own.endswith(_STATISTICS) and own.rpartition(".")[0] not in codes
-            here[name if of_other else own] = name
+        if own is None:
+            continue
+        of_other = own.endswith(_STATISTICS) and own.rpartition(".")[0] not in codes
+        key = name if of_other else own
+        if key in here:
+            raise UserError(f"The files have {name} and {here[key]}, which cannot both be {key}. {_ADVICE}")
+        here[key] = name
     return here, {name for name, own in names.items() if own is None}
 
 
 def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
     """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in `entries`."""
     names, unused = names_here(packed, entries)
+    for name in names:
+        if f"{name}.scale" in names:
+            _check_parts(name, names, entries, packed)
+            if entries[names[name]].dtype == torch.float8_e5m2:
+                raise UserError(
+                    f"{names[name]} is in E5M2, which is not trained on as it is. Give --quant_type nf4, or "
+                    "--train_type lora, which decode it."
+                )
     found: dict[str, DecodedTensor] = {}
     for name, source in names.items():
         base, entry = name.removesuffix(".scale").removesuffix(".global_scale"), entries[source]
@@ -154,32 +175,76 @@ def _decoded_weight(
         if problem := tensor.problem():
             raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
         return tensor
+    _check_parts(name, names, entries, stored)
     parts = [names[part] for part in (name, f"{name}.scale", f"{name}.global_scale") if part in names]
     shape, scales = (entries[part].shape for part in parts[:2])
-    if stored.quantizer == "fp8":
-        if len(shape) != 2 or not entries[parts[1]].dtype.is_floating_point:
-            raise UserError(
-                f"{folder}: {name} is in FP8, has shape {list(shape)} and a scale of type {entries[parts[1]].dtype}, "
-                f"but must be a matrix with floating-point scales. {_ADVICE}"
-            )
-        block = _scale_block(shape, scales, (stored.options or {}).get("block"), name)
-        return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
     options = dict(stored.options or {})
+    if stored.quantizer == "fp8":
+        if len(shape) != 2:
+            raise UserError(f"{folder}: {parts[0]} in FP8 has shape {list(shape)} and must be a matrix. {_ADVICE}")
+        block = _scale_block(shape, scales, options.get("block"))
+        assert block is not None
+        return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
     is_transposed, quantizer = options.pop("is_upright", False), _E2M1[stored.quantizer]
     *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
     whole = torch.Size([*matrices, rows, 2 * columns])
-    if scales.numel() * quantizer.group_size != whole.numel() or whole[-1] % quantizer.group_size:
-        raise UserError(f"{folder}: {name} {list(shape)} with scales {list(scales)} is not in {stored.name}. {_ADVICE}")
     return _E2m1Tensor(parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed)
 
 
-def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale."""
+def _check_parts(
+    name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat
+) -> None:
+    """Refuse a weight whose codes and scales have types or shapes that the format does not have."""
+    codes, scale = names[name], names[f"{name}.scale"]
+    problem = _wrong_type(codes, entries[codes], _CODES[stored.quantizer])
+    problem = problem or _wrong_type(scale, entries[scale], _SCALES[stored.quantizer])
+    if not problem and stored.quantizer == "nvfp4":
+        problem = _wrong_global_scale(name, names, entries)
+    shape, scales = entries[codes].shape, entries[scale].shape
+    if not problem and not _fits(shape, scales, stored):
+        problem = f"{codes} {list(shape)} in {stored.name} has scales {list(scales)}, which do not fit its shape"
+    if problem:
+        raise UserError(f"{entries[codes].file.parent}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
+
+
+def _wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
+    """What is wrong with the type of a tensor; empty if nothing is."""
+    if entry.dtype in types:
+        return ""
+    return f"{name} is {str(entry.dtype)[6:]} and must be {' or '.join(str(dtype)[6:] for dtype in types)}"
+
+
+def _wrong_global_scale(name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor]) -> str:
+    source = names.get(f"{name}.global_scale")
+    if source is None:
+        return f"{names[name]} has no global scale"
+    if entries[source].shape.numel() != 1:
+        return f"{source} has shape {list(entries[source].shape)} and must be one number"
+    return _wrong_type(source, entries[source], (torch.float32,))
+
+
+def _fits(shape: torch.Size, scales: torch.Size, stored: PackedFormat) -> bool:
+    """Whether scales of this shape are those of codes of that shape."""
+    options = stored.options or {}
+    if not shape.numel() or len(shape) < 2:
+        return False
+    if stored.quantizer == "fp8":
+        *matrices, rows, columns = shape
+        of_matrix = scales[len(matrices) :] if scales[: len(matrices)] == (*matrices,) else torch.Size([0])
+        return _scale_block(torch.Size([rows, columns]), of_matrix, options.get("block")) is not None
+    if options.get("is_upright"):
+        return len(shape) == 4 and 2 * shape[-1] == _E2M1[stored.quantizer].group_size and scales == shape[:-1]
+    groups, rest = divmod(2 * shape[-1], _E2M1[stored.quantizer].group_size)
+    return not rest and scales == (*shape[:-1], groups)
+
+
+def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns of a matrix that share a scale; None if scales do not fit its shape."""
     if scale.numel() == 1 or scale in ((shape[0],), (shape[0], 1)):
         return 1, shape[1]
     if block is not None and scale == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
         return block
-    raise UserError(f"{name} {list(shape)} in FP8 has scales {list(scale)}, which do not fit its shape. {_ADVICE}")
+    return None
 
 
 class _Fp8Tensor(DecodedTensor):
@@ -270,13 +335,20 @@ class _Integers(DecodedTensor):
 
     def problem(self) -> str:
         """The tensors that do not fit together; empty if all do."""
+        for part, types in self._types().items():
+            if part in self._names and (wrong_type := _wrong_type(self._names[part], self._entries[part], types)):
+                return wrong_type
         (rows, columns), groups = self.shape, self._shape_of(".scale")[1]
         of_groups, words = [(rows, groups), (1, 1)], (-(-rows * self._bits // 32), groups)
         sizes = {".scale": of_groups, ".zero_point": [*of_groups, words], ".g_idx": [(columns, 1), (1, columns)]}
         wrong = [part for part in sizes if part in self._names and self._shape_of(part) not in sizes[part]]
-        if not columns or not self.dtype.is_floating_point or (columns % groups and ".g_idx" not in self._names):
+        if not columns or not groups or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
         return " and ".join(f"{self._names[part]} has shape {list(self._entries[part].shape)}" for part in wrong)
+
+    def _types(self) -> Mapping[str, Sequence[torch.dtype]]:
+        whole = (torch.int32,) if self._is_transposed else (torch.int32, torch.int8)
+        return {"": whole, ".scale": _FLOATS[:3], ".zero_point": whole, ".g_idx": (torch.int32, torch.int64)}
 
     def _bits_of_shapes(self) -> int:
         """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many entries as columns."""
@@ -294,14 +366,26 @@ class _Integers(DecodedTensor):
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         codes, scale = (self._rows(read, part, begin, end) for part in ("", ".scale"))
-        groups = torch.arange(self.shape[1]) // (self.shape[1] // scale.shape[1])
-        if ".g_idx" in self._names:
-            found = read(self._names[".g_idx"], 0, self.shape[1])
-            groups = groups if (found < 0).any() else found.long()  # -1: without an order of its own
+        groups = self._groups(read, scale.shape[1])
         values = codes.int()
         if ".zero_point" in self._names:
             values = values - self._rows(read, ".zero_point", begin, end)[: len(codes), groups]
         return (values * scale.float()[:, groups]).to(self.dtype)
+
+    def _groups(self, read: ReadStored, count: int) -> torch.Tensor:
+        """The group of each column, of so many."""
+        size, rest = divmod(self.shape[1], count)
+        name = self._names.get(".g_idx")
+        found = torch.full([self.shape[1]], -1) if name is None else read(name, 0, self.shape[1])
+        if not rest and (found == -1).all():  # without an order of its own
+            return torch.arange(self.shape[1]) // size
+        lowest, highest = int(found.min()), int(found.max())
+        if lowest < 0 or highest >= count:
+            raise UserError(
+                f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has those from 0 to "
+                f"{count - 1}. {_ADVICE}"
+            )
+        return found.long()
 
     def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
         """Rows of a part, in units of 32, unpacked and centred at zero."""

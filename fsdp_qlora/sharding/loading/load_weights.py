@@ -21,7 +21,7 @@ from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, write_bytes
-from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
+from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils.errors import UserError
@@ -79,7 +79,7 @@ class _Target(NamedTuple):
 
     shape: shape of the tensor in the files; None for any. bounds: the range of flat elements that this rank reads; None
     for all. store: called with the values. on_device: whether they are moved to the device before. is_weight: whether
-    they must be floats.
+    they must be floats. rows: the first sizes of a tensor of codes in the files, whose `shape` counts bytes.
     """
 
     shape: torch.Size | None
@@ -87,6 +87,7 @@ class _Target(NamedTuple):
     store: Callable[[torch.Tensor, DeviceMesh], None]
     on_device: bool = False
     is_weight: bool = False
+    rows: tuple[int, ...] = ()
 
 
 def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
@@ -146,19 +147,19 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
         size, rest = divmod(form.num_bytes, num_experts)
         shape = torch.Size([form.num_bytes] if rest else [num_experts, size])
         bounds = functools.partial(layer.stored_range, suffix)
-        store = functools.partial(_store_bytes, layer.stored_parameter(suffix), form.dtype, weight + suffix)
-        targets[weight + suffix] = _Target(shape, bounds, store)
+        store = functools.partial(_store_bytes, layer, suffix, weight + suffix)
+        is_matrix = not suffix and not isinstance(layer, Bnb4bitWeight)  # bitsandbytes' codes are one column
+        rows = tuple(layer.shape[:-1]) if is_matrix else ()
+        targets[weight + suffix] = _Target(shape, bounds, store, rows=rows)
     for suffix in layer.stored_whole():  # every rank reads and checks the whole tensor
         targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
     return targets
 
 
-def _store_bytes(
-    parameter: nn.Parameter, dtype: torch.dtype, name: str, values: torch.Tensor, mesh: DeviceMesh
-) -> None:
-    if dtype.is_floating_point:
-        check_finite(values.view(dtype), name)
-    write_bytes(parameter, values)
+def _store_bytes(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+    if reason := layer.unusable(suffix, values):
+        raise UserError(f"Weight {name} has {reason}. Download the model again.")
+    write_bytes(layer.stored_parameter(suffix), values)
 
 
 def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -402,6 +403,8 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
         is_packed = form.dtype == torch.uint8 and not targets[name].is_weight  # bytes, whatever their shape is
         if shape is not None and (shape.numel() != form.num_bytes if is_packed else shape != form.shape):
             yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"
+        elif form.shape[: len(rows := targets[name].rows)] != rows:
+            yield f"wrong shape: {where} has {list(form.shape[: len(rows)])} rows, the model's has {list(rows)}"
         if targets[name].is_weight and form.dtype not in _FLOATS:
             yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"
 

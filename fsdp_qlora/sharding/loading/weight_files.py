@@ -24,10 +24,12 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
 from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm, bytes_of
+from fsdp_qlora.utils.text import printable, shown
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
 BUFFER = "FSDP_QLORA_LOADING_BUFFER_MIB"  # host memory for weights that are read and not yet stored
 _SMALL_BYTES = 2**16  # smaller buffers come from malloc
+_LONGEST_NAME = 1000  # characters
 _READERS = 4  # threads; a single one cannot saturate a network disk
 
 
@@ -267,6 +269,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
     header.pop("__metadata__", None)
+    if odd := [name for name in header if printable(name) != name or "\n" in name or len(name) > _LONGEST_NAME]:
+        raise UserError(f"{path} has a tensor named {shown(odd[0])}, which no model has. {_DOWNLOAD_AGAIN}")
     if unknown := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
         raise UserError(f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here.")
     return {
