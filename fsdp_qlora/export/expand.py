@@ -36,7 +36,8 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = models.load_config(folder, model_name)
-    if take_packed(config, model_name, folder):
+    packed = take_packed(config, model_name, folder)
+    if packed and packed.scaled != set():  # else its settings are left over
         raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)

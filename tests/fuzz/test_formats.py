@@ -4,17 +4,29 @@ import copy
 import json
 import os
 import random
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from fsdp_qlora.model.architecture.models import load_config
 from fsdp_qlora.model.quantizers import patterns
 from fsdp_qlora.model.quantizers.packed import take_packed
+from fsdp_qlora.model.quantizers.packed_format import INTEGERS
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.safetensors_files import DTYPES
 from tests.fuzz.harness import VALUES, damaged_value, fuzz
+from tests.loading.test_integers import save_awq, save_gptq
+from tests.loading.test_prequantized import save_fp8, save_mxfp4
+from tests.loading.test_published import save_modelopt
+from tests.parity.test_experts import FAMILIES
 from tests.tiny import SIZES
 
 CASES = int(os.environ.get("FUZZ_CASES", "300"))
@@ -67,6 +79,15 @@ HOSTILE = [
     {"a": 1}, {"weights": []}, "line\nbreak\x1b[2J", {"line\nbreak" * 99: {"weights": {"num_bits": "x\ny"}}},
     json.loads("[" * 300 + "]" * 300), {"group_0": {"weights": {"type": "float", "num_bits": 10**30}}},
 ]  # fmt: skip
+
+
+SAVED: Mapping[str, Callable[[Path, Path], Any]] = {
+    "fp8": partial(save_fp8, form="blocks"),
+    "nvfp4": save_modelopt,
+    "mxfp4": save_mxfp4,
+    "awq": save_awq,
+    "gptq": save_gptq,
+}
 
 
 def hostile(rng: random.Random) -> Any:
@@ -123,3 +144,61 @@ def test_hostile_settings_are_read_or_refused_in_one_sentence(tmp_path: Path, mo
             raise
 
     fuzz(case, tmp_path, cases=CASES)
+
+
+def published_models(models: Callable[..., Path], folder: Path) -> list[Path]:
+    """A tiny model in each format."""
+    made = []
+    for name, save in SAVED.items():
+        family = "gpt_oss" if name == "mxfp4" else "llama"
+        save(models(family, **FAMILIES.get(family, {})), folder / name)
+        made.append(folder / name)
+    return made
+
+
+def hostile_tensor(rng: random.Random, value: torch.Tensor) -> torch.Tensor:
+    """A tensor of another type, shape or content."""
+    generator = torch.Generator().manual_seed(rng.randrange(99))
+    changes: list[Callable[[], torch.Tensor]] = [
+        lambda: value.float().to(rng.choice([*DTYPES.values()])),
+        lambda: value.flatten(),
+        lambda: value.mT if value.dim() > 1 else value[None],
+        lambda: value[: len(value) // 2] if value.dim() else value[None],
+        lambda: value[:0] if value.dim() else value,
+        lambda: value[..., None],
+        lambda: torch.zeros((), dtype=value.dtype),
+        lambda: torch.full_like(value.float(), rng.choice([torch.nan, torch.inf, -1.0, 0.0, 1e38])).to(value.dtype),
+        lambda: torch.randint(256, (value.nbytes,), generator=generator).to(torch.uint8).view(value.dtype),
+        lambda: value - 1 if value.dtype in (torch.int32, torch.int8) else (-value.float()).to(value.dtype),
+    ]
+    return rng.choice(changes)().contiguous()
+
+
+@pytest.mark.slow
+def test_hostile_tensors_are_read_or_refused_in_one_sentence(models: Callable[..., Path], tmp_path: Path) -> None:
+    folders = published_models(models, tmp_path)
+    stored = [load_file(folder / "model.safetensors") for folder in folders]
+
+    def case(rng: random.Random, place: Path) -> None:
+        index = rng.randrange(len(folders))
+        tensors = dict(stored[index])
+        quantized = [name for name in sorted(tensors) if any(word in name for word in ("_proj", "experts"))]
+        for name in rng.sample(quantized, rng.choice([1, 1, 2])):
+            value = tensors.pop(name)
+            if rng.random() < 0.9:
+                tensors[name] = hostile_tensor(rng, value)
+            if rng.random() < 0.1:
+                tensors[name + rng.choice(["_scale", "_scale_inv", ".g_idx", "_blocks", "_scale_2", "\n"])] = (
+                    value.clone()
+                )
+        shutil.copyfile(folders[index] / "config.json", place / "config.json")
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        packed = take_packed(load_config(place, "m"), "m", place)
+        if packed and packed.quantizer != INTEGERS and rng.random() < 0.5:
+            files = WeightFiles(place, packed=packed)
+        else:
+            files = WeightFiles(place, packed)
+        for name in files.files:
+            files.read_flat(name, 0, files.shape(name).numel())
+
+    fuzz(case, tmp_path / "cases", cases=CASES)

@@ -92,7 +92,7 @@ def to_modelopt_file(folder: Path, algorithm: str, excluded: list[str]) -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", pytest.param("FP8", marks=pytest.mark.nightly)])
 def test_modelopts_own_file_alone_tells_the_format(algorithm: str, models: Models, tmp_path: Path) -> None:
     folder, source = tmp_path / "model", models("llama")
     if algorithm == "NVFP4":

@@ -209,7 +209,7 @@ class QuantizedWeight(nn.Module):
         raise NotImplementedError
 
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
-        """What is wrong with these bytes of a stored tensor, such as a scale that is not a number; empty if nothing."""
+        """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales; empty if nothing is."""
         dtype = self.stored_forms()[suffix].dtype
         if dtype.is_floating_point and not values.view(dtype).isfinite().all():
             return NOT_FINITE

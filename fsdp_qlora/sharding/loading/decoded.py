@@ -208,7 +208,7 @@ def _check_parts(
 
 
 def _wrong_type(name: str, entry: StoredTensor, types: Sequence[torch.dtype]) -> str:
-    """What is wrong with the type of a tensor; empty if nothing is."""
+    """Say what is wrong with the type of a tensor; empty if nothing is."""
     if entry.dtype in types:
         return ""
     return f"{name} is {str(entry.dtype)[6:]} and must be {' or '.join(str(dtype)[6:] for dtype in types)}"
@@ -339,8 +339,14 @@ class _Integers(DecodedTensor):
             if part in self._names and (wrong_type := _wrong_type(self._names[part], self._entries[part], types)):
                 return wrong_type
         (rows, columns), groups = self.shape, self._shape_of(".scale")[1]
-        of_groups, words = [(rows, groups), (1, 1)], (-(-rows * self._bits // 32), groups)
-        sizes = {".scale": of_groups, ".zero_point": [*of_groups, words], ".g_idx": [(columns, 1), (1, columns)]}
+        zero_points = [self._shape_of(".scale")]
+        if ".zero_point" in self._names and self._entries[".zero_point"].dtype == torch.int32:
+            zero_points = [(-(-rows * self._bits // 32), groups)]
+        sizes = {
+            ".scale": [(rows, groups), (1, 1)],
+            ".zero_point": zero_points,
+            ".g_idx": [(columns, 1), (1, columns)],
+        }
         wrong = [part for part in sizes if part in self._names and self._shape_of(part) not in sizes[part]]
         if not columns or not groups or (columns % groups and ".g_idx" not in self._names):
             wrong = ["", ".scale"]
