@@ -17,6 +17,8 @@ import pytest
 
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.hub import conversion_advice
+from tests.loading.test_named_layers import BLOCKS, unquantize
+from tests.loading.test_prequantized import save_fp8, set_config
 from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 
 COMMIT = "c" * 40
@@ -267,3 +269,18 @@ def test_a_model_is_refused_before_its_weights_are_downloaded(
     statuses, output = run_in_turn(hub, tmp_path, [{"output_dir": tmp_path / "again", "dataset": more}])
     assert statuses == [2] and "the rows (--dataset, --eval_dataset) are not the same" in output
     assert hub.requests["model.safetensors"] == 1
+
+
+@pytest.mark.slow
+def test_the_only_file_of_a_quantized_model_tells_its_layers(
+    hub: Hub, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    save_fp8(models("llama"), folder, "blocks")
+    unquantize(folder)
+    set_config(folder, quantization_config=BLOCKS)  # without a list of other layers
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub.moves = True
+    statuses, output = run_in_turn(hub, tmp_path, [{"allow_unquantized": True}])
+    assert statuses == [0] and hub.requests["model.safetensors"] == 1, output
+    assert "its weights are trained on as they are" in output
