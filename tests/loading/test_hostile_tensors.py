@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.model.quantizers.packed_format import INTEGERS
 from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.run.load_model import open_weights
@@ -19,7 +20,7 @@ from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import UserError
 from tests.loading.test_integers import save_gptq
 from tests.loading.test_prequantized import format_of, save_fp8, save_mxfp4, set_config
-from tests.loading.test_published import decode, save_modelopt
+from tests.loading.test_published import decode, save_compressed, save_modelopt
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, run_ranks, write_rows
 
@@ -36,6 +37,7 @@ FORMS: Mapping[str, Callable[[Path, Path], Any]] = {
     "nvfp4": save_modelopt,
     "mxfp4": save_mxfp4,
     "gptq": save_gptq,
+    "int4 zeros": partial(save_compressed, form="int4 zeros"),
 }
 
 
@@ -101,6 +103,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("gptq", {f"{GPTQ}.scales": lambda value: value[:0]}, "scales has shape [0, 128]"),
     ("gptq", {f"{GPTQ}.scales": to(torch.int64)}, "scales is int64 and must be float32"),
     ("gptq", {f"{GPTQ}.qzeros": to(torch.float32)}, "qzeros is float32 and must be int32"),
+    ("gptq", {f"{GPTQ}.qzeros": None}, "qweight has no zero points"),
+    ("int4 zeros", {f"{GPTQ}.weight_zero_point": None}, "weight_packed has no zero points"),
     ("gptq", {f"{GPTQ}.qweight": flat}, "qweight has shape"),
 ]  # fmt: skip
 
@@ -111,7 +115,7 @@ def test_tensors_that_do_not_fit_their_format_are_refused_by_name(
 ) -> None:
     folder = save_changed(form, changes, models, tmp_path / "model")
     stored = format_of(folder)
-    for options in ({"stored": stored}, {"packed": stored})[: 1 if form == "gptq" else 2]:
+    for options in ({"stored": stored}, {"packed": stored})[: 1 if stored.quantizer == INTEGERS else 2]:
         with pytest.raises(UserError) as error:
             WeightFiles(folder, **options)
         assert words in str(error.value)

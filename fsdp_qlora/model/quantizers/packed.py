@@ -130,7 +130,8 @@ def _fp8(settings: Settings) -> PackedFormat:
 
 def _awq(settings: Settings) -> PackedFormat:
     _check_integers(settings, (4,), ("", "gemm"))
-    return PackedFormat("AWQ", INTEGERS, {"bits": 4, "is_transposed": True, "is_awq": True}, _QUANTIZED)
+    form = {"bits": 4, "is_transposed": True, "is_awq": True, "has_zeros": True}
+    return PackedFormat("AWQ", INTEGERS, form, _QUANTIZED)
 
 
 def _gptq(settings: Settings) -> PackedFormat:
@@ -139,7 +140,8 @@ def _gptq(settings: Settings) -> PackedFormat:
     for pattern, changes in settings.fields.get("dynamic", {}).items():
         if other := {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys():
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
-    form = {"bits": settings.fields["bits"], "is_transposed": True, "subtracts_one": settings.layout != "gptq_v2"}
+    form = {"bits": settings.fields["bits"], "is_transposed": True, "has_zeros": True}
+    form["subtracts_one"] = settings.layout != "gptq_v2"
     return PackedFormat("GPTQ", INTEGERS, form, _QUANTIZED)
 
 
@@ -191,6 +193,8 @@ def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PackedFormat:
         if any("block" in (each.options or {}) for each in formats):
             raise _Unreadable(f"its layers have blocks of several sizes: {', '.join([*named][:8])}")
         first = first._replace(options=None)  # scales of rows in some layers, and of matrices in others
+    if first.quantizer == INTEGERS and all(scheme.symmetric is False for scheme in schemes):
+        first = first._replace(options={**(first.options or {}), "has_zeros": True})
     targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
     return first._replace(targets=targets, skipped=settings.skipped)
 

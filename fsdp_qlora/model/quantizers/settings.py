@@ -130,6 +130,7 @@ class Scheme(NamedTuple):
     group_size: int | None
     strategy: str | None
     block: tuple[int, int] | None
+    symmetric: bool | None = None
 
 
 class Settings(NamedTuple):
@@ -228,6 +229,7 @@ def _scheme(name: str, group: Mapping[str, Any], layout: str, place: str) -> Sch
         group_size=weights.get("group_size"),
         strategy=weights.get("strategy"),
         block=as_block(weights.get("block_structure")),
+        symmetric=weights.get("symmetric"),
     )
 
 

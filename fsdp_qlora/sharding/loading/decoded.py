@@ -317,14 +317,15 @@ class _Integers(DecodedTensor):
     column; by default groups are columns side by side. Of transposed tensors a rank reads all of the matrix, packed.
 
     names, entries: ending here -> name in the files, tensor. subtracts_one: whether 1 was subtracted from zero points.
+    has_zeros: whether there must be some.
     """
 
     def __init__(
         self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], bits: int,
-        *, is_transposed: bool = False, is_awq: bool = False, subtracts_one: bool = False,
+        *, is_transposed: bool = False, is_awq: bool = False, subtracts_one: bool = False, has_zeros: bool = False,
     ) -> None:  # fmt: skip
         self._names, self._entries, self._bits = names, entries, bits
-        self._subtracts_one = subtracts_one
+        self._subtracts_one, self._has_zeros = subtracts_one, has_zeros
         self._is_transposed, self._is_awq = is_transposed, is_awq
         if is_transposed and not is_awq:
             bits = self._bits = self._bits_of_shapes()
@@ -335,6 +336,8 @@ class _Integers(DecodedTensor):
 
     def problem(self) -> str:
         """The tensors that do not fit together; empty if all do."""
+        if self._has_zeros and ".zero_point" not in self._names:
+            return f"{self._names['']} has no zero points"
         for part, types in self._types().items():
             if part in self._names and (wrong_type := _wrong_type(self._names[part], self._entries[part], types)):
                 return wrong_type
