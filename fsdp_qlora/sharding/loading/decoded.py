@@ -132,6 +132,8 @@ def names_here(packed: PackedFormat, entries: Mapping[str, StoredTensor]) -> tup
 
 def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple[dict[str, DecodedTensor], set[str]]:
     """As `find_decoded`, for weights that are kept: their codes and statistics become bytes in `entries`."""
+    if packed.quantizer not in _CODES:  # bitsandbytes' are bytes in the files too
+        return {}, set()
     names, unused = names_here(packed, entries)
     for name in names:
         if f"{name}.scale" in names:
