@@ -93,12 +93,18 @@ if TYPE_CHECKING:
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="as for generate; without it the base is measured")
     parser.add_argument("--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS")
-    parser.add_argument(
-        "--tasks", type=lambda text: text.split(","), default=[], help="names of lm-eval's, with commas"
-    )
+    parser.add_argument("--tasks", type=_names, default=[], help="names of lm-eval's, with commas")
     parser.add_argument("--limit", type=int, metavar="N", help="the first questions of each task, this many")
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _names(text: str) -> list[str]:
+    """The names between commas. Raises ArgumentTypeError if there is none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"expected one name or more, got {text!r}")
+    return names
 
 
 def evaluate(args: argparse.Namespace) -> int | None:

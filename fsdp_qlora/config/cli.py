@@ -162,7 +162,10 @@ def _parse(values: list[str], hint: Any) -> object:
         items = [item.strip() for value in values for item in value.split(",")]
         if items == ["none"]:  # an empty list as `value_text` writes it
             return ()
-        return tuple(_parse_one(item, get_args(hint)[0]) for item in items if item)
+        named = [item for item in items if item]  # "a, b" in two words has an empty one
+        if items and not named:
+            raise ValueError(f"expected one value or more, or none, got {' '.join(values)!r}")
+        return tuple(_parse_one(item, get_args(hint)[0]) for item in named)
     if len(values) != 1:
         raise ValueError(f"expected one value, got {len(values)}: {' '.join(values)}")
     return _parse_one(values[0], hint)

@@ -115,12 +115,32 @@ def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def named_tokens(words: Iterable[str]) -> tuple[str, ...]:
-    """The tokens of --add_tokens, those of .txt files in their place. Raises UserError if one cannot be read."""
+    """The tokens of --add_tokens, those of .txt files in their place; each once.
+
+    Raises:
+        UserError: a file cannot be read or has no token, or a description has no token or another one before it.
+    """
+    listed = [_tokens_of_file(word) if word.endswith(".txt") else [word] for word in words]
+    tokens = tuple(dict.fromkeys(itertools.chain(*listed)))
+    described: dict[str, str] = {}
+    for word in tokens:
+        token, _, description = word.partition(": ")
+        if not token:
+            raise UserError(f"--add_tokens: {word[:80]!r} is a description without its token.")
+        if described.setdefault(token, description) != description:
+            raise UserError(f"--add_tokens: {token} has two descriptions, or one and none. Name it once.")
+    return tokens
+
+
+def _tokens_of_file(name: str) -> list[str]:
     try:
-        listed = [read_named(Path(word)).decode().splitlines() if word.endswith(".txt") else [word] for word in words]
+        lines = read_named(Path(name)).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--add_tokens: a file of tokens cannot be read ({error}).") from error
-    return tuple(dict.fromkeys(filter(None, itertools.chain(*listed))))
+    tokens = [line for line in lines if line.strip()]
+    if not tokens:
+        raise UserError(f"--add_tokens: {name} has no token. Write one in each line.")
+    return tokens
 
 
 ALL = ("all", "all-linear")  # PEFT says all-linear

@@ -177,6 +177,8 @@ def test_unknown_tasks_and_a_missing_package_are_refused_at_once(
 ) -> None:
     assert main(["evaluate", *flags(model_name=models())]) == 2
     assert "--tasks NAMES" in capsys.readouterr().err
+    assert main(["evaluate", *flags(model_name=models(), dataset="alpaca_demo", tasks=",")]) == 2
+    assert "--tasks: expected one name or more" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["evaluate", *flags(model_name=models(), tasks="arc_easy")]) == 2
     assert 'pip install "fsdp_qlora[lm-eval]"' in capsys.readouterr().err

@@ -8,7 +8,7 @@ import inspect
 import re
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 
@@ -55,6 +55,39 @@ def test_lists_are_separated_by_commas_or_spaces(words):
     config = parse_train_config(["--lora_target_modules", *words, "--log_to", "wandb,jsonl"])
     assert config.lora_target_modules == ("q_proj", "v_proj")
     assert config.log_to == ("wandb", "jsonl")
+
+
+@pytest.mark.parametrize("words", [[","], [" "], [""], [",,"], [", ", ""]], ids=repr)
+def test_a_list_without_a_value_is_refused(words):
+    lists = [name for name, hint in option_types().items() if get_origin(hint) is tuple]
+    assert {"add_tokens", "rewards", "columns"} < {*lists}
+    for name in lists:
+        assert f"--{name}: expected one value or more" in error_of(f"--{name}", *words)
+
+
+def test_an_empty_list_is_given_as_none(yaml_file):
+    assert parse_train_config(["--add_tokens", "none"]).add_tokens == ()
+    assert parse_train_config(["--config", yaml_file("add_tokens: []\n")]).add_tokens == ()
+    assert make_train_config(None, {"add_tokens": []}).add_tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n  \n", "has no token"),
+        (": begin to reason\n", "a description without its token"),
+        ("<a>: begin\n<a>: end\n", "<a> has two descriptions"),
+    ],
+)
+def test_a_file_without_usable_new_tokens_is_refused(text, said, tmp_path):
+    (tmp_path / "tokens.txt").write_text(text)
+    assert said in error_of("--add_tokens", str(tmp_path / "tokens.txt"))
+
+
+def test_new_tokens_that_are_named_twice_are_added_once(tmp_path):
+    (tmp_path / "tokens.txt").write_text("\ufeff<a>\r\n\r\n<b>: begin\r\n<a>\r\n", encoding="utf-8")
+    config = parse_train_config(["--add_tokens", str(tmp_path / "tokens.txt"), "<b>: begin", "<c>"])
+    assert config.add_tokens == ("<a>", "<b>: begin", "<c>")
 
 
 def test_the_command_of_the_2024_readme_is_accepted():
@@ -172,7 +205,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--wd nan", "--wd must be a finite number, 0 or more"),
         ("--recompute -1", "--recompute must be 0 or more if it is a number"),
         ("--lora_dropout 1", "--lora_dropout must be 0 or more and below 1"),
-        ("--lora_target_modules ,", "--lora_target_modules must be given"),
+        ("--lora_target_modules none", "--lora_target_modules must be given"),
         ("--lora_target_modules all q_proj", "all cannot be combined"),
         ("--train_type full --lora_rank 8", "leave out --lora_rank"),
         ("--train_type lora --quant_type fp4", "lora does not take --quant_type, which is for qlora, bnb_dora"),

@@ -160,7 +160,7 @@ def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models: Models
     assert found.shape[-1] == len(AutoTokenizer.from_pretrained(tmp_path / "merged")) == 322
     assert (found - load_file(tmp_path / "logits")["logits"]).abs().max() < 1e-4
 
-    further = {**options, "add_tokens": "", "num_epochs": 1, "adapter": tmp_path / "exported", "lr": 1e-9}
+    further = {**options, "add_tokens": "none", "num_epochs": 1, "adapter": tmp_path / "exported", "lr": 1e-9}
     train_ok(2, tmp_path / "further", logits_file=tmp_path / "further.logits", **further)
     kept = load_file(tmp_path / "further.logits")["logits"]
     assert (kept - found).abs().max() < 1e-4
