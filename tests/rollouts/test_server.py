@@ -209,7 +209,13 @@ def slowly(first: bytes, then: bytes) -> Any:
         (answer(token_ids=[1]), "returns 1 tokens, cut, where 4 are asked"),
         (answer(token_ids=[1, END, 1, 1]), "goes on behind the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [-(10**400)] * LONGEST}), "no log-probability"),
-        (says(b"[" * 200_000), "gives no completion that can be read: RecursionError"),
+        (says(b"[" * 200_000), "answers /v1/completions with no JSON"),
+        (says(b"<html><body>Not here</body></html>"), "no JSON, but with '<html><body>Not here"),
+        (says(b""), "no JSON, but with ''"),
+        (says([]), "answers /v1/completions without choices"),
+        (says({"model": "x", "choices": []}), "answers /v1/completions without choices[0]"),
+        (answer(finish_reason=None), "with null as choices[0].finish_reason, which is a text"),
+        (answer(model=7), "with 7 as model, which is a text"),
         (says(b" " * 2**22), "answers /v1/completions with more than"),
         (says({"error": {"message": "x\ud800" * 10**4}}, 400), r"HTTP 400: x\ud800x"),
         (says("http://localhost:1/", 302), "HTTP 302: http://localhost:1/"),
@@ -219,7 +225,13 @@ def slowly(first: bytes, then: bytes) -> Any:
         (answer(finish_reason="stop"), "leaves out the token that ends an answer"),
         (answer(logprobs={"token_logprobs": [None] * LONGEST}), "no log-probability"),
         (answer(logprobs={"token_logprobs": [-math.inf] * LONGEST}), "no log-probability"),
-        (answer(logprobs=None), "gives no completion that can be read: TypeError"),
+        (answer(logprobs={"token_logprobs": [-1.0] * 3}), "no log-probability of each token"),
+        (answer(logprobs={"token_logprobs": [-1.0, -1.0, 0.5, -1.0]}), "but 0.5 for one"),
+        (answer(logprobs={"token_logprobs": [-1.0, -1.0, math.nan, -1.0]}), "but nan for one"),
+        (answer(logprobs={"token_logprobs": [-1.0, -1.0, False, -1.0]}), "but false for one"),
+        (answer(logprobs={"token_logprobs": "none"}), "logprobs: 0"),
+        (answer(logprobs={}), "vllm serve MODEL --enable-lora"),
+        (answer(logprobs=None), "no log-probability of each token, by which tokens are weighed, but none. It must"),
         (
             lambda path, body: (400, {"error": {"message": "too long"}}) if "prompt" in body else None,
             "HTTP 400: too long",
@@ -236,6 +248,7 @@ def test_unusable_rollout_server_ends_the_run_in_one_sentence(
     with pytest.raises(RolloutError) as caught:
         engine.complete(PROMPTS, 0, 0)
     assert said in str(caught.value) and server.url in str(caught.value) and len(str(caught.value)) < 1000
+    assert not re.search(r"\wError\(|NoneType|subscript", str(caught.value))
 
 
 _PARTS = (b"", b"null", b"true", b"-1", b"1e999", b"9" * 400, b"{}", b'"\\ud800"', b"\xff", b"\0", b"NaN", b"[" * 10**5)
@@ -309,7 +322,10 @@ def test_no_thread_asks_the_server_after_a_run_has_stopped(engine: ServerEngine,
         (None, ""),
         (lambda path, body: (404, {"detail": "Not Found"}) if body == {} and "load" in path else None, "RUNTIME_LORA"),
         (lambda path, body: (200, {"data": [{"id": "other"}]}), "has the model other, and the run trains hub/base"),
-        (lambda path, body: (200, []), "no list of models"),
+        (lambda path, body: (200, []), "answers /v1/models without data"),
+        (lambda path, body: (200, {"data": [{"id": None}]}), "with null as data[0].id, which is a text"),
+        (lambda path, body: (200, {"data": [{"id": "a", "parent": "b"}]}), "answers /v1/models without a base model"),
+        (lambda path, body: (200, b"<html>"), "answers /v1/models with no JSON"),
         (lambda path, body: (0, None), "was waited for"),
     ],
 )

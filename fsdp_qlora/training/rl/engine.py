@@ -9,13 +9,12 @@ weights, whichever process dies in between.
 import contextlib
 import json
 import logging
-import math
 import shutil
 import socket
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +33,8 @@ from fsdp_qlora.distributed.ranks import Ranks, derive_seed
 from fsdp_qlora.distributed.supervision.clock import awake, begun
 from fsdp_qlora.distributed.supervision.stops import Control
 from fsdp_qlora.model.adapters.peft_folder import WEIGHTS
-from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
 from fsdp_qlora.training.generation.generate import Completion, SamplingOptions, Stops
+from fsdp_qlora.training.rl.replies import Reply, Unusable
 from fsdp_qlora.utils.errors import RankError, RolloutError, RunStopped, TrainingError
 from fsdp_qlora.utils.files import record_of
 from fsdp_qlora.utils.text import printable
@@ -49,13 +48,13 @@ _PULSE_SECONDS = 0.5  # between two signs of life
 _START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
 _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
 _PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
+_MODELS, _COMPLETIONS = "/v1/models", "/v1/completions"
 _HEADERS = {"Content-Type": "application/json"}
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
 _LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
 _IN_FLIGHT = 128  # requests at a time, which the server batches
 _MOST_BYTES = 2**20  # of an answer, and of one to a prompt besides
 _BYTES_PER_TOKEN = 512
-_LARGEST = 3e38  # number in float32
 # vLLM takes what a request leaves out from the model's generation_config.json.
 _WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -214,20 +213,23 @@ class Server:
             self._said, self._answered_at = reason, self._answered_at if reason else awake()
 
     @contextlib.contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Raise RolloutError if the block cannot read what an answer is to have, as OpenAI's API and vLLM give it."""
+    def reading(self) -> Iterator[None]:
+        """Raise RolloutError if the block finds an answer unusable."""
         try:
             yield
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise RolloutError(f"The server {self.url} gives no {what} that can be read: {error!r:.200}.") from error
+        except Unusable as error:
+            raise RolloutError(f"The server {self.url} {error}.") from error
 
     def names(self) -> list[str]:
         """The names of its base model and adapters. Raises RolloutError if it has another base, and RequestFailed."""
-        content = self.ask("/v1/models")
-        with self.reading("list of models"):
-            cards = json.loads(content)["data"]
-            [base, *_] = [card for card in cards if not card.get("parent")]
-            names = [str(card["id"]) for card in cards]
+        with self.reading():
+            reply = Reply(_MODELS, self.ask(_MODELS))
+            places = range(len(reply.get("data", kind=list)))
+            names: list[str] = [reply.get("data", place, "id", kind=str) for place in places]
+            cards = [reply.get("data", place, kind=dict) for place in places]
+            base = next((card for card in cards if not card.get("parent")), None)
+            if base is None:
+                raise Unusable(f"answers {_MODELS} without a base model")
         if not {Path(str(base.get(key))).name for key in ("id", "root")} & {Path(name).name for name in self._bases}:
             raise RolloutError(
                 f"The server {self.url} has the model {_cut(base['id'])}, and the run trains {self._bases[0]}. If they "
@@ -331,30 +333,30 @@ class ServerEngine:
         """Ask for one answer. Raises RequestFailed, or RolloutError if it cannot be learned from."""
         try:
             longest = _MOST_BYTES + _BYTES_PER_TOKEN * self.options.max_new_tokens
-            content = self.server.ask("/v1/completions", request, longest)
+            content = self.server.ask(_COMPLETIONS, request, longest)
         except RequestFailed as error:
             if error.status != 404:
                 raise
             load()
             raise RequestFailed("it had lost the adapter, which is loaded again") from error
-        with self.server.reading("completion"):
-            response = json.loads(content)
-            choice, model = response["choices"][0], response["model"]
-            tokens, is_done = choice.get("token_ids"), choice["finish_reason"] == "stop"
-            if choice["finish_reason"] not in ("stop", "length"):  # vLLM's abort, when it ends
-                raise RequestFailed(f"an answer ended with {_cut(choice['finish_reason'])!r}")
-            logps = list(choice["logprobs"]["token_logprobs"])
-        problem = self._problem(tokens, logps, is_done=is_done)
-        if model != request["model"]:
-            problem = (
-                f"answers as {_cut(model)} where {request['model']} is asked, and nothing is learned from other weights"
-            )
-        if problem:
-            raise RolloutError(f"The server {self.server.url} {problem}.")
-        return Completion(tokens, is_done, logps)
+        with self.server.reading():
+            reply = Reply(_COMPLETIONS, content)
+            finish: str = reply.get("choices", 0, "finish_reason", kind=str)
+            if finish not in ("stop", "length"):  # vLLM's abort, when it ends
+                raise RequestFailed(f"an answer ended with {_cut(finish)!r}")
+            model: str = reply.get("model", kind=str)
+            if model != request["model"]:
+                raise Unusable(
+                    f"answers as {_cut(model)} where {request['model']} is asked, and nothing is learned from other "
+                    "weights"
+                )
+            tokens = reply.get("choices", 0, kind=dict).get("token_ids")
+            if problem := self._problem(tokens, is_done=finish == "stop"):
+                raise Unusable(problem)
+            return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
 
-    def _problem(self, tokens: Any, logps: Any, *, is_done: bool) -> str | None:
-        """Why an answer cannot be learned from; None if it can."""
+    def _problem(self, tokens: Any, *, is_done: bool) -> str | None:
+        """Why an answer's tokens cannot be learned from; None if they can."""
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
         if outside := [token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)]:
@@ -366,9 +368,6 @@ class ServerEngine:
             return "goes on behind the token that ends an answer"
         if is_done and not self.stops.ends(tokens):
             return "leaves out the token that ends an answer"
-        are_numbers = [type(logp) in (int, float) and -_LARGEST < logp < _LARGEST for logp in logps]
-        if are_numbers != [True] * len(tokens):
-            return "gives no log-probability of each token, by which tokens are weighed"
         return None
 
 
@@ -410,18 +409,7 @@ class ServerTeacher:
         """Ask about one completion. Raises RequestFailed, or RolloutError if it cannot be learned from."""
         ids = [*prompt, *completion]
         request = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.k}
-        content = self.server.ask("/v1/completions", request, _MOST_BYTES + _BYTES_PER_TOKEN * (self.k + 1) * len(ids))
-        with self.server.reading("prompt_logprobs"):
-            found = json.loads(content)["choices"][0]["prompt_logprobs"]
-            if len(found) != len(ids):
-                raise ValueError(f"{len(found)} for {len(ids)} tokens")
-            return np.array([self._of_token(of_token) for of_token in found[len(prompt) :]], np.float32)
-
-    def _of_token(self, found: Mapping[str, Mapping[str, float]]) -> list[float]:
-        """Ids, log-probabilities and that of all others, of a token's answer, which may name more tokens than asked."""
-        named = sorted((-max(float(of["logprob"]), LEAST_LOGP), int(token)) for token, of in found.items())
-        known = [(token, -negative) for negative, token in named[: self.k] if token < self.vocab_size]
-        others = 1 - math.fsum(math.exp(logp) for _, logp in known)
-        # A teacher with more tokens may name too few of the student's. A token that nobody has counts nothing.
-        known += [(-1, LEAST_LOGP)] * (self.k - len(known))
-        return [*(token for token, _ in known), *(logp for _, logp in known), math.log(max(others, LEAST))]
+        longest = _MOST_BYTES + _BYTES_PER_TOKEN * (self.k + 1) * len(ids)
+        with self.server.reading():
+            reply = Reply(_COMPLETIONS, self.server.ask(_COMPLETIONS, request, longest))
+            return np.array(reply.likeliest(len(prompt), len(ids), self.k, self.vocab_size), np.float32)

@@ -1,0 +1,123 @@
+"""Reads what a server of completions answers. An answer that cannot be used is refused in words that say why."""
+
+import json
+import math
+from typing import Any
+
+from fsdp_qlora.training.divergence import LEAST, LEAST_LOGP
+from fsdp_qlora.utils.text import printable
+
+_LARGEST = 3e38  # number in float32
+_ROUNDING = 0.01  # a log-probability may be so far above 0, and the sum of probabilities above 1
+_ALMOST_ALL = 0.999  # a teacher with a small vocabulary names all tokens, and these are fewer than k
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "a switch"}
+_WEIGHED = (
+    "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer `logprobs: 0` with a "
+    "number for each token in choices[0].logprobs.token_logprobs, as vLLM does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
+    "vllm serve MODEL --enable-lora"
+)
+_TAUGHT = (
+    "gives no prompt_logprobs that can be learned, but {}. It must answer `prompt_logprobs: {}` with the likeliest "
+    "tokens of each place in choices[0].prompt_logprobs, as vLLM does: vllm serve MODEL --max-logprobs {}"
+)
+
+
+class Unusable(ValueError):
+    """An answer cannot be used. The message is the end of a sentence that begins with the server."""
+
+
+class Reply:
+    """The JSON that a server has answered at a path of its API. Raises Unusable if it is no JSON."""
+
+    def __init__(self, path: str, content: bytes) -> None:
+        self.path = path
+        try:
+            self._content = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            start = printable(content[:60].decode(errors="replace"))
+            raise Unusable(
+                f"answers {path} with no JSON, but with {start!r}. Give the address of a server with OpenAI's "
+                "completions API, such as vLLM's http://localhost:8000"
+            ) from error
+
+    def get(self, *place: str | int, kind: type) -> Any:
+        """The value at a place, of names and indices. Raises Unusable if it is missing, or of another type."""
+        found, where = self._content, ""
+        for key in place:
+            holds = isinstance(found, list) if isinstance(key, int) else isinstance(found, dict)
+            has_key = holds and (key < len(found) if isinstance(key, int) else key in found)
+            where += f"[{key}]" if isinstance(key, int) else f".{key}"
+            if not has_key:
+                raise Unusable(f"answers {self.path} without {where.lstrip('.')}")
+            found = found[key]
+        if type(found) is not kind:
+            raise Unusable(f"answers {self.path} with {_said(found)} as {where.lstrip('.')}, which is {_NAMES[kind]}")
+        return found
+
+    def token_logps(self, count: int) -> list[float]:
+        """The log-probabilities of a completion's tokens. Raises Unusable."""
+        try:
+            logps: list[float] = self.get("choices", 0, "logprobs", "token_logprobs", kind=list)
+        except Unusable as error:
+            raise Unusable(_WEIGHED.format("none")) from error
+        if len(logps) != count:
+            raise Unusable(_WEIGHED.format(f"{len(logps)} for {count} tokens"))
+        for logp in logps:
+            if not (_is_logp(logp) and logp > -_LARGEST):
+                raise Unusable(_WEIGHED.format(f"{_said(logp)} for one"))
+        return logps
+
+    def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
+        """What a teacher tells of each token from place `first` of `count` on: ids, log-probabilities, the others'.
+
+        Args:
+            vocab_size: ids from this one on are unknown to the student.
+        Raises:
+            Unusable: it cannot be learned from.
+        """
+        try:
+            found = self.get("choices", 0, "prompt_logprobs", kind=list)
+            if len(found) != count:
+                raise Unusable(f"{len(found)} for {count} tokens")
+            return [_of_token(of_token, k, vocab_size) for of_token in found[first:]]
+        except Unusable as error:
+            raise Unusable(_TAUGHT.format(str(error).removeprefix("answers "), k, k)) from error
+
+
+def _of_token(told: Any, k: int, vocab_size: int) -> list[float]:
+    """Ids, log-probabilities and that of all others, of a token's answer, which may name more tokens than asked."""
+    if not isinstance(told, dict):
+        raise Unusable(f"{_said(told)} for one token")
+    named = sorted((-_logp_of(token, of), int(token)) for token, of in told.items())
+    total = math.fsum(math.exp(-negative) for negative, _ in named)
+    if total > 1 + _ROUNDING:
+        raise Unusable(f"tokens whose probabilities add up to {total:.4g}")
+    if len(named) < k and total < _ALMOST_ALL:
+        raise Unusable(f"{len(named)} tokens where --top_k {k} are asked")
+    known = [(token, -negative) for negative, token in named[:k] if token < vocab_size]
+    others = 1 - math.fsum(math.exp(logp) for _, logp in known)
+    # A teacher with more tokens may name too few of the student's. A token that nobody has counts nothing.
+    known += [(-1, LEAST_LOGP)] * (k - len(known))
+    return [*(token for token, _ in known), *(logp for _, logp in known), math.log(max(others, LEAST))]
+
+
+def _logp_of(token: str, told: Any) -> float:
+    """The log-probability of one of the tokens that are named in a place, at least that of `LEAST`."""
+    is_id = token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token
+    if not is_id:
+        raise Unusable(f"a token with the id {_said(token)}")
+    logp = told.get("logprob") if isinstance(told, dict) else None
+    if not _is_logp(logp):
+        raise Unusable(f"{_said(logp)} as the log-probability of the token {token}")
+    return float(max(logp, LEAST_LOGP))
+
+
+def _is_logp(value: Any) -> bool:
+    """Whether a value is a number of 0 or less, apart from rounding. NaN is not."""
+    return type(value) in (int, float) and bool(value <= _ROUNDING)
+
+
+def _said(value: Any) -> str:
+    """A value of JSON in a message."""
+    text = json.dumps(value) if value is None or type(value) in (bool, str) else f"{value!r:.60}"
+    return printable(text[:60])

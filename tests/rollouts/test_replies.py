@@ -1,0 +1,93 @@
+"""What a teacher's server tells of tokens: read as it is meant, or refused in a sentence."""
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.distributed.ranks import Ranks
+from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.rl import engine as engine_module
+from fsdp_qlora.training.rl.engine import Server, ServerTeacher
+from fsdp_qlora.utils.errors import RolloutError
+from tests.rollouts.lora_server import LoraServer
+
+pytestmark = pytest.mark.quick
+
+K, VOCABULARY = 2, 10
+PROMPT, COMPLETION = [1, 2], [3, 4]
+
+
+@pytest.fixture
+def server() -> Iterator[LoraServer]:
+    with LoraServer("hub/teacher", lambda *_: ([], []), 1) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+@pytest.fixture
+def teacher(server: LoraServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerTeacher]:
+    monkeypatch.setattr(engine_module, "_PULSE_SECONDS", 0.01)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    yield ServerTeacher(Server(server.url, ["hub/teacher"], 0.5), K, VOCABULARY, ranks, Control())
+    dist.destroy_process_group()
+
+
+def logp(value: Any) -> dict[str, Any]:
+    return {"logprob": value, "rank": 1}
+
+
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+TOLD = {"7": logp(HALF), "5": logp(QUARTER)}
+
+
+def tells(server: LoraServer, found: Any) -> None:
+    content = {"choices": [{"prompt_logprobs": found}]}
+    server.faults.append(lambda path, body: (200, json.dumps(content).encode()) if "prompt" in body else None)
+
+
+def test_the_likeliest_tokens_and_the_rest_are_read(teacher: ServerTeacher, server: LoraServer) -> None:
+    unknown = {"12": logp(QUARTER), "5": logp(HALF), "9": logp(-9999.0)}  # more than asked; 12 is the teacher's alone
+    tells(server, [None, TOLD, TOLD, unknown])
+    teacher.ask([PROMPT], [COMPLETION], 0)
+    never = torch.tensor(1e-30).log().item()
+    expected = [[7, 5, HALF, QUARTER, QUARTER], [5, -1, HALF, never, HALF]]
+    torch.testing.assert_close(teacher._told, torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "with null as choices[0].prompt_logprobs, which is a list"),
+        ([None, TOLD, TOLD], "but 3 for 4 tokens"),
+        ([None, TOLD, TOLD, None], "but null for one token"),
+        ([None, TOLD, TOLD, {}], "but 0 tokens where --top_k 2 are asked"),
+        ([None, TOLD, TOLD, {"7": logp(HALF)}], "but 1 tokens where --top_k 2 are asked"),
+        ([None, TOLD, TOLD, {**TOLD, "-1": logp(-9.0)}], 'the id "-1"'),
+        ([None, TOLD, TOLD, {**TOLD, "07": logp(-9.0)}], 'the id "07"'),
+        ([None, TOLD, TOLD, {**TOLD, "blue": logp(-9.0)}], 'the id "blue"'),
+        ([None, TOLD, TOLD, {**TOLD, "9" * 400: logp(-9.0)}], "a token with the id"),
+        ([None, TOLD, TOLD, {**TOLD, "3": None}], "null as the log-probability of the token 3"),
+        ([None, TOLD, TOLD, {**TOLD, "3": logp(math.nan)}], "nan as the log-probability of the token 3"),
+        ([None, TOLD, TOLD, {**TOLD, "3": logp(10**300)}], "as the log-probability of the token 3"),
+        ([None, TOLD, TOLD, {**TOLD, "3": logp(True)}], "true as the log-probability of the token 3"),
+        ([None, TOLD, TOLD, {**TOLD, "3": logp(HALF)}], "probabilities add up to 1.25"),
+    ],
+)
+def test_what_a_teachers_server_cannot_mean_is_refused(
+    teacher: ServerTeacher, server: LoraServer, found: Any, said: str
+) -> None:
+    tells(server, found)
+    with pytest.raises(RolloutError) as caught:
+        teacher.ask([PROMPT], [COMPLETION], 0)
+    message = str(caught.value)
+    assert said in message and server.url in message and "--max-logprobs 2" in message and len(message) < 1000
+    assert not re.search(r"\wError\(|NoneType|subscript", message)
