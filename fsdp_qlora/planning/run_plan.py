@@ -23,7 +23,8 @@ from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.data.batches.schedule import Schedule
-from fsdp_qlora.data.batches.taught import TEACHER, bytes_per_token
+from fsdp_qlora.data.batches.taught import bytes_per_token
+from fsdp_qlora.data.batches.teacher_folder import TeacherFolder
 from fsdp_qlora.data.batches.tokenization import sample_line
 from fsdp_qlora.data.content import PromptContent
 from fsdp_qlora.data.pipeline import DataOptions, TextOptions
@@ -166,6 +167,18 @@ def _refuse_whole_logits(plan: ModelPlan) -> None:
         raise UserError(f"Distillation compares distributions in chunks of tokens, but {reason}.")
 
 
+def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: TeacherFolder) -> None:
+    """Raise UserError if the files of a teacher's folder are for another temperature or student."""
+    found, vocabulary = kept.settings, student.meta.model.get_input_embeddings().num_embeddings
+    wanted = {"temperature": config.temperature, "vocabulary": vocabulary}
+    differences = [f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
+    if differences:
+        raise UserError(
+            f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run `fsdp-qlora teach` with "
+            "the options of this run."
+        )
+
+
 def plan_teacher(
     config: TrainConfig, student: ModelPlan, data: RunData, longest: Lengths, store: dist.Store | None
 ) -> PlacedModel | None:
@@ -178,7 +191,8 @@ def plan_teacher(
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
     own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
-    if read_json(Path(config.teacher or "").expanduser() / TEACHER):
+    if not config.teacher_url and (kept := TeacherFolder.read(Path(config.teacher or "").expanduser(), "teacher")):
+        _refuse_other_settings(config, student, kept)
         return None
     plan = None if config.teacher_url else plan_model(own, student.machine, store)
     tokenizer = plan.tokenizer if plan else read_model(own)[2]

@@ -2,20 +2,31 @@
 
 import dataclasses
 import gc
-import json
 import logging
+from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 
-import numpy as np
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches.taught import TEACHER, OfTargets, TaughtRows, target_numbers
+from fsdp_qlora.data.batches.taught import (
+    Arrays,
+    OfTargets,
+    TaughtRows,
+    Unusable,
+    bytes_per_token,
+    rounded,
+    target_numbers,
+)
+from fsdp_qlora.data.batches.teacher_folder import TeacherFolder, key_of
 from fsdp_qlora.distributed.device import configure_kernels
 from fsdp_qlora.distributed.process_group import (
     all_gather_strings,
     gather_numbers,
     process_group_closed,
+    raise_on_all_ranks,
     release_cached_memory,
     start_process_group,
 )
@@ -29,10 +40,14 @@ from fsdp_qlora.run.load_model import build_forward, fetch_weights, load_model, 
 from fsdp_qlora.training.divergence import Likeliest
 from fsdp_qlora.training.forward import ForwardPass, likeliest_of_rows
 from fsdp_qlora.training.rl.engine import Server, ServerTeacher
-from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import cache_folder, fingerprint_files, read_json, record_of, refusal_named, staged_file
+from fsdp_qlora.utils.errors import TrainingError, UserError
+from fsdp_qlora.utils.files import cache_folder, fingerprint_files, free_disk, record_of, refusal_named
+from fsdp_qlora.utils.text import format_bytes, warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")
+
+File = tuple[TaughtRows, int]
+"""A file of a table, by its number."""
 
 
 def teach(config: TrainConfig) -> None:
@@ -69,33 +84,33 @@ def taught_by_teacher(
     if config.teacher_url:
         server = Server(config.teacher_url, [config.teacher], config.hang_seconds)
         return ServerTeacher(server, *wanted, ranks, control)
-    kept, root = read_json(Path(config.teacher or "").expanduser() / TEACHER), output or cache_folder() / "taught"
-    if kept and config.teacher:
-        key, wanted, root = kept["key"], wanted._replace(k=kept["top_k"]), Path(config.teacher).expanduser()
+    given = Path(config.teacher or "").expanduser()
+    kept, root = TeacherFolder.read(given, "teacher") if config.teacher else None, output or cache_folder() / "taught"
+    if kept:
+        made, root = kept, given
     elif plan.teacher:
+        of_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
+        wanted = wanted._replace(k=min(wanted.k, of_teacher))
         [key, *_] = all_gather_strings(_key(own, plan, vocabulary) if ranks.is_rank_0 else "", ranks.device)
+        made = TeacherFolder(key, wanted.k, config.teacher)
     else:
         return None
-    if output and ranks.local_rank == 0:
-        output.mkdir(parents=True, exist_ok=True)
-        with refusal_named("output_dir", output), staged_file(output / TEACHER) as partial:
-            partial.write_text(json.dumps({"key": key, "top_k": wanted.k, "teacher": config.teacher}))
     filled = filter(len, (plan.data.train, plan.data.evaluation))
-    tables = {table.digest: TaughtRows(table, root, key, wanted.k) for table in filled}
-    missing = [(taught, number) for taught in tables.values() for number in _missing(taught, ranks)]
-    if kept and (missing or json.loads(key)[-2:] != [config.temperature, vocabulary]):
-        raise UserError(
-            f"--teacher {config.teacher} has other rows, or is of another --temperature or vocabulary: {len(missing)} "
-            "files are missing. Run `fsdp-qlora teach` to its end, with the same options of rows and student."
-        )
+    tables = {table.digest: TaughtRows(table, root, made.key, made.k, vocabulary) for table in filled}
+    if output:
+        with raise_on_all_ranks(UserError, ranks.device):
+            _refuse_another(output, made)
+    missing = _missing([*tables.values()], ranks, config.teacher if kept else None)
+    with raise_on_all_ranks(UserError, ranks.device):
+        if ranks.local_rank == 0:
+            _check_room(root, missing)
+            if output:
+                _enter(output, made)
     if missing:
         forward = _load(own, plan, ranks, control)
         for taught, number in tqdm(missing, "Teacher", unit=" files", disable=not ranks.is_rank_0):
             found = likeliest_of_rows(forward, taught.table, taught.files[number], wanted)
-            if ranks.local_rank == 0:
-                taught.write(number, found)
-            gather_numbers([0], ranks.device)  # now it is there
-            assert taught.read(number)
+            _keep(taught, number, rounded(found, wanted.k), ranks)
         del forward
         gc.collect()  # modules and hooks know each other
         release_cached_memory(ranks.device)
@@ -107,16 +122,115 @@ def taught_by_teacher(
 def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
     """All that the teacher's probabilities depend on, besides the rows. own: the teacher's options."""
     assert plan.teacher is not None
-    weights = fingerprint_files(open_weights(plan.teacher.model).files.files.values())
-    adapter = record_of(read_adapter(Path(own.adapter).expanduser()).weights).sha256 if own.adapter else None
-    options = {"quantizer": own.kind.quantizer, **quantizer_options(own, own.kind.quantizer)}
-    return json.dumps([weights, adapter, options, plan.teacher.model.precision.name, own.temperature, vocabulary])
+    adapter = read_adapter(Path(own.adapter).expanduser()).weights if own.adapter else None
+    return key_of(
+        {
+            "weights": fingerprint_files(open_weights(plan.teacher.model).files.files.values()),
+            "adapter": record_of(adapter).sha256 if adapter else None,
+            "quantization": {"quantizer": own.kind.quantizer, **quantizer_options(own, own.kind.quantizer)},
+            "precision": plan.teacher.model.precision.name,
+            "temperature": own.temperature,
+            "vocabulary": vocabulary,
+        }
+    )
 
 
-def _missing(taught: TaughtRows, ranks: Ranks) -> list[int]:
-    """The files that a machine lacks; the same on every rank."""
-    lacks = [not taught.read(number) for number in range(len(taught.files))]
-    return np.flatnonzero(gather_numbers(lacks, ranks.device).any(dim=0)).tolist() if lacks else []
+def _refuse_another(output: Path, made: TeacherFolder) -> None:
+    """Raise UserError if a folder has what another teacher said, or the same one with other settings."""
+    there = TeacherFolder.read(output, "output_dir")
+    if there and (differences := ", ".join(there.differences(made))):
+        raise UserError(
+            f"--output_dir {output} has what {there.teacher} said with other settings: {differences}. Nothing there is "
+            "replaced: give another folder, or remove this one."
+        )
+
+
+def _missing(tables: Sequence[TaughtRows], ranks: Ranks, given: str | None) -> list[File]:
+    """The files that a machine lacks; the same on every rank.
+
+    Args:
+        given: the folder that --teacher names. It must have all of them.
+    Raises:
+        UserError: it lacks some, or one of them cannot be learned from; the same on every rank.
+    """
+    files = [(taught, number) for taught in tables for number in range(len(taught.files))]
+    with raise_on_all_ranks(UserError, ranks.device):
+        lacks = [not _read(taught, number, given) for taught, number in files]
+    is_missing = gather_numbers(lacks, ranks.device).any(dim=0).tolist() if lacks else []
+    missing = list(compress(files, is_missing))
+    if given and missing:
+        raise UserError(
+            f"--teacher {given} lacks {len(missing)} of the {len(files)} files of these rows, such as "
+            f"{missing[0][0].path(missing[0][1])}: it has other rows, or `fsdp-qlora teach` was interrupted. Run that "
+            "to its end, with the same options of rows and student."
+        )
+    return missing
+
+
+def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
+    """`TaughtRows.read`; a file that cannot be learned from counts as missing where the teacher can make it again."""
+    try:
+        return taught.read(number)
+    except Unusable as error:
+        path = taught.path(number)
+        if given:
+            raise UserError(
+                f"--teacher {given}: {path} cannot be learned from: {error}. Copy the folder once more, or write "
+                "another one with `fsdp-qlora teach`."
+            ) from error
+        warn_from_any_rank(f"The teacher's probabilities in {path} are damaged ({error}): making them again.")
+        return False
+
+
+def _check_room(root: Path, missing: Sequence[File]) -> None:
+    """Raise UserError if files do not fit on the disk."""
+    needed = sum(taught.num_targets(number) * bytes_per_token(taught.k) for taught, number in missing)
+    if needed > (free := free_disk(root)):
+        raise UserError(_no_room(root, f"it has {format_bytes(free)} free, and {format_bytes(needed)} are needed"))
+
+
+def _no_room(root: Path, reason: str) -> str:
+    advice = "Free disk space: the same command continues with the files that are there."
+    if cache_folder() in root.parents:
+        advice += " The environment variable FSDP_QLORA_CACHE names another folder."
+    return f"The teacher's probabilities cannot be written to {root}: {reason}. {advice}"
+
+
+def _enter(output: Path, made: TeacherFolder) -> None:
+    """Make the folder, and say in it what its files will be of. Raises UserError."""
+    with refusal_named("output_dir", output):
+        output.mkdir(parents=True, exist_ok=True)
+        made.write(output)
+
+
+def _keep(taught: TaughtRows, number: int, arrays: Arrays, ranks: Ranks) -> None:
+    """Write a file on each machine, and read it on every rank.
+
+    Raises:
+        TrainingError: the teacher has said nothing that can be learned. UserError: the file cannot be written. The same
+        on every rank.
+    """
+    try:
+        taught.check(number, arrays)
+    except Unusable as error:
+        raise TrainingError(
+            f"The teacher's probabilities cannot be learned from: {error}. Try --precision bf16 or fp32."
+        ) from error
+    with raise_on_all_ranks(UserError, ranks.device):
+        if ranks.local_rank == 0:
+            try:
+                taught.write(number, arrays)
+            except (OSError, SafetensorError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                size = format_bytes(len(arrays[0]) * bytes_per_token(taught.k))
+                raise UserError(_no_room(taught.folder, f"{reason}, with {size} to write")) from error
+    with raise_on_all_ranks(UserError, ranks.device):
+        try:
+            is_there = taught.read(number)
+        except Unusable as error:
+            raise UserError(f"{taught.path(number)} was just written, and is damaged: {error}.") from error
+        if not is_there:
+            raise UserError(f"{taught.path(number)} was just written, and is not there. Give all ranks the same disk.")
 
 
 def _load(own: TrainConfig, plan: Plan, ranks: Ranks, control: Control) -> ForwardPass:

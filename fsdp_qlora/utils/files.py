@@ -72,6 +72,11 @@ def read_named(path: Path, most_bytes: int | None = None) -> bytes:
         return content
 
 
+def check_is_file(path: Path) -> None:
+    """Raise OSError, as `open_named` does, for a path that a library would wait for, or cannot open."""
+    open_named(path).close()
+
+
 def refuse_pipes(folder: Path, option: str) -> None:
     """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it would wait for that."""
     for path in folder.iterdir():

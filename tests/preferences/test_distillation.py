@@ -305,7 +305,9 @@ def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models:
     losses = [[record["loss"] for record in records(tmp_path / name)[:STEPS]] for name in ("whole", "read")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     others = write_rows(tmp_path / "others.jsonl", make_rows(9))
-    for changed in ({"dataset": others}, {"temperature": 2.0}):
+    refused = {"lacks 1 of the 1 files of these rows": {"dataset": others}}
+    refused["temperature 1.0, not 2.0"] = {"temperature": 2.0}
+    for words, changed in refused.items():
         argv = flags(output_dir=tmp_path / "refused", log_to="stdout", **{**run, **changed})
         statuses, said = run_ranks(1, argv, tmp_path / "refused_logs")
-        assert statuses == [2] and "has other rows" in said, said[-4000:]
+        assert statuses == [2] and words in said, said[-4000:]

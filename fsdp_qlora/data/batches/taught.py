@@ -1,11 +1,13 @@
 """The likeliest tokens of a teacher at each learned token: files beside the tokenized rows, which batches read.
 
 A file holds some consecutive rows, whatever the number of ranks, so that a teacher continues where it was interrupted.
+Its hash finds damage. Files may also be a stranger's, with a hash that is right: so their types, shapes and values are
+checked before anything is learned from them.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +16,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fsdp_qlora.data.batches.rows import TokenizedRows
-from fsdp_qlora.utils.files import refusal_named, staged_file
-from fsdp_qlora.utils.text import warn_from_any_rank
+from fsdp_qlora.utils.files import check_is_file, staged_file
 
 ROWS_PER_FILE = 256
-TEACHER = "teacher.json"  # the key and k of the files in a folder that `fsdp-qlora teach` has written
+_PIECE = 2**14  # tokens that are checked at a time: their values take 20 MiB at k = 64
+_ROUNDING = 0.02  # of a sum of probabilities; with 16 bits for each logarithm it is half a thousandth of the entropy
+_DTYPES = {"ids": "I32", "logps": "F16"}  # in the words of safetensors
 
 Arrays = tuple[np.ndarray, np.ndarray]
 OfTargets = Callable[[TokenizedRows, np.ndarray], dict[str, torch.Tensor]]
 """A table and some of its rows -> values of their targets, in order; of one that counts nothing if they have none."""
+
+
+class Unusable(Exception):
+    """A teacher's probabilities cannot be learned from. The message is a reason in words."""
 
 
 def bytes_per_token(k: int) -> int:
@@ -37,45 +44,87 @@ def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Te
     return {"table_indices": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
 
 
+def rounded(found: np.ndarray, k: int) -> Arrays:
+    """The arrays of a file. found: float32 [targets, 2 * k + 1], as of `divergence.likeliest`."""
+    with np.errstate(invalid="ignore"):  # of ids that are no numbers: `TaughtRows.check` says so
+        return found[:, :k].astype(np.int32), found[:, k:].astype(np.float16)
+
+
 class TaughtRows:
     """The files of a table.
 
     Args:
         root: the folder that theirs is in. key: all that they depend on besides the table, as JSON. k: likeliest tokens
-            of each.
+            of each. vocabulary: ids are below it.
     """
 
-    def __init__(self, table: TokenizedRows, root: Path, key: str, k: int) -> None:
-        self.table, self.k = table, k
+    def __init__(self, table: TokenizedRows, root: Path, key: str, k: int, vocabulary: int) -> None:
+        self.table, self.k, self.vocabulary = table, k, vocabulary
         digest = hashlib.sha256(json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()).hexdigest()
         self.folder = root / digest[:40]
         self.starts = np.concatenate([[0], table.num_targets.cumsum()])
         self.files = np.split(np.arange(len(table)), range(ROWS_PER_FILE, len(table), ROWS_PER_FILE))
         self._arrays: dict[int, Arrays] = {}
 
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.safetensors"
+
+    def num_targets(self, number: int) -> int:
+        """The learned tokens of a file's rows."""
+        rows = self.files[number]
+        return int(self.starts[rows[-1] + 1] - self.starts[rows[0]])
+
     def read(self, number: int) -> bool:
-        """Map a file, and compare its hash; False if there is none or it is damaged."""
-        path = self._path(number)
+        """Map a file and check all of it; False if there is none.
+
+        Raises:
+            Unusable: it is damaged, or not of these rows.
+        """
+        path = self.path(number)
         try:
-            with safe_open(path, framework="pt") as file:
-                arrays = file.get_tensor("ids").numpy(), file.get_tensor("logps").numpy()
-                if (file.metadata() or {}).get("digest") != _digest(arrays):
-                    raise ValueError("its content has changed since it was written")
+            check_is_file(path)
+            arrays = self._mapped(path, number)
         except FileNotFoundError:
             return False
-        except (SafetensorError, OSError, ValueError) as error:
-            warn_from_any_rank(f"The teacher's probabilities in {path} are damaged ({error}): making them again.")
-            return False
+        except (SafetensorError, OSError) as error:
+            raise Unusable(getattr(error, "strerror", None) or str(error)) from error
+        self.check(number, arrays)
         self._arrays[number] = arrays
         return True
 
-    def write(self, number: int, found: np.ndarray) -> None:
-        """Write a file atomically. found: float32 [targets, 2 * k + 1], as of `divergence.likeliest`."""
-        arrays = found[:, : self.k].astype(np.int32), found[:, self.k :].astype(np.float16)
-        with refusal_named("teacher", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with staged_file(self._path(number)) as partial:
-                save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
+    def _mapped(self, path: Path, number: int) -> Arrays:
+        """The arrays of a file that has the types, shapes and hash of these rows."""
+        count = self.num_targets(number)
+        shapes = {"ids": [count, self.k], "logps": [count, self.k + 1]}
+        with safe_open(path, framework="pt") as file:
+            if {*file.keys()} != {*shapes}:
+                raise Unusable(f"it has the tensors {', '.join(sorted(file.keys()))[:100]!a}, not ids and logps")
+            for name, shape in shapes.items():
+                form = file.get_slice(name)
+                found = f"{form.get_dtype()} {form.get_shape()}"
+                if found != f"{_DTYPES[name]} {shape}":
+                    raise Unusable(f"{name} is {found:.100}, and these rows need {_DTYPES[name]} {shape}")
+            arrays = file.get_tensor("ids").numpy(), file.get_tensor("logps").numpy()
+            if (file.metadata() or {}).get("digest") != _digest(arrays):
+                raise Unusable("its content has changed since it was written")
+        return arrays
+
+    def check(self, number: int, arrays: Arrays) -> None:
+        """Check the values of a file. Raises Unusable, which names the first row that cannot be learned from."""
+        ids, logps = arrays
+        for start in range(0, len(ids), _PIECE):
+            piece = slice(start, start + _PIECE)
+            for is_bad, what in _problems(ids[piece], logps[piece].astype(np.float32), self.vocabulary):
+                if is_bad.any():
+                    token = int(self.starts[self.files[number][0]]) + start + int(is_bad.argmax())
+                    row = np.searchsorted(self.starts, token, side="right") - 1
+                    raise Unusable(f"row {self.table.describe_numbers(np.array([row]))} of the dataset has {what}")
+
+    def write(self, number: int, arrays: Arrays) -> None:
+        """Write a file atomically. Raises OSError or SafetensorError; then nothing of it is left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with staged_file(self.path(number)) as partial:
+            save_file({"ids": arrays[0], "logps": arrays[1]}, partial, {"digest": _digest(arrays)})
 
     def of_targets(self, table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """The arguments of `Teacher`: teacher_ids, int64 [N, k], and teacher_logps, float32 [N, k + 1]."""
@@ -90,8 +139,17 @@ class TaughtRows:
         values = {"teacher_ids": ids.astype(np.int64), "teacher_logps": logps.astype(np.float32)}
         return {name: torch.from_numpy(array) for name, array in values.items()}
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.safetensors"
+
+def _problems(ids: np.ndarray, logps: np.ndarray, vocabulary: int) -> Iterator[tuple[np.ndarray, str]]:
+    """What no teacher says of a token: whether each token has it, bool [tokens], and what it is."""
+    in_order = np.sort(ids, axis=1)
+    yield (in_order[:, 0] < 0) | (in_order[:, -1] >= vocabulary), f"an id below 0, or not below {vocabulary}"
+    yield (in_order[:, 1:] == in_order[:, :-1]).any(axis=1), "an id twice for one token"
+    yield ~np.isfinite(logps).all(axis=1), "a log-probability that is not finite"
+    yield (logps > 0).any(axis=1), "a log-probability above 0"
+    sums = np.exp(logps).sum(axis=1)
+    yield abs(sums - 1) > _ROUNDING, "probabilities that do not add up to 1"
+    yield (logps[:, 1:-1] > logps[:, :-2]).any(axis=1), "a likelier token behind another one"
 
 
 def _digest(arrays: Arrays) -> str:

@@ -1,0 +1,87 @@
+"""teacher.json of a folder that `fsdp-qlora teach` has written: what the files beside it are of."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import read_named, staged_file
+from fsdp_qlora.utils.text import printable
+
+TEACHER = "teacher.json"
+_MOST_BYTES = 2**20  # of this file, which may be a stranger's
+# All that a teacher's probabilities depend on besides the rows, in the order of the key.
+_SETTINGS = ("weights", "adapter", "quantization", "precision", "temperature", "vocabulary")
+_HASHES = ("weights", "adapter")
+
+
+def key_of(settings: Mapping[str, Any]) -> str:
+    """The settings of a teacher as text, of which the names of its files are made."""
+    return json.dumps([settings[name] for name in _SETTINGS])
+
+
+class TeacherFolder(NamedTuple):
+    """What files are of. key: as of `key_of`. k: likeliest tokens of each. teacher: its name, for people."""
+
+    key: str
+    k: int
+    teacher: str | None = None
+
+    @classmethod
+    def read(cls, folder: Path, option: str) -> "TeacherFolder | None":
+        """Read a folder's teacher.json; None if it has none.
+
+        Raises:
+            UserError: it is there and cannot be used. The message names the folder, and the option that names it.
+        """
+        try:
+            content = json.loads(read_named(folder / TEACHER, _MOST_BYTES))
+            found = cls(*_checked(content))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"--{option} {folder}: {TEACHER} cannot be used ({printable(str(reason)[:200])}). Copy the folder once "
+                "more, or write another one with `fsdp-qlora teach`."
+            ) from error
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write teacher.json atomically."""
+        with staged_file(folder / TEACHER) as partial:
+            partial.write_text(json.dumps({"key": self.key, "top_k": self.k, "teacher": self.teacher}))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that the key is made of, and the number of tokens."""
+        return dict(zip(_SETTINGS, json.loads(self.key), strict=True)) | {"top_k": self.k}
+
+    def differences(self, other: "TeacherFolder") -> Iterator[str]:
+        """Each setting in which another one differs, in words."""
+        theirs = other.settings
+        for name, own in self.settings.items():
+            if own != theirs[name]:
+                yield f"other {name}" if name in _HASHES else f"{name} {own}, not {theirs[name]}"
+
+
+def _checked(content: Any) -> tuple[str, int, str | None]:
+    """The fields of a `TeacherFolder`, from JSON. Raises ValueError if one is missing or of another type."""
+    if not isinstance(content, dict):
+        raise ValueError("it is no object of JSON")
+    key, k, teacher = (content.get(name) for name in ("key", "top_k", "teacher"))
+    if not isinstance(key, str):
+        raise ValueError("it has no key, which is a text")
+    values = json.loads(key)
+    if not isinstance(values, list) or len(values) != len(_SETTINGS):
+        raise ValueError(f"its key is not a list of {', '.join(_SETTINGS)}")
+    temperature, vocabulary = values[-2:]
+    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+        raise ValueError(f"its temperature is {temperature!r:.40}, not a finite number above 0")
+    if type(vocabulary) is not int or vocabulary < 1:
+        raise ValueError(f"its vocabulary is {vocabulary!r:.40}, not a number of 1 or more")
+    if type(k) is not int or not 1 <= k <= vocabulary:
+        raise ValueError(f"its top_k is {k!r:.40}, not a number from 1 to its vocabulary of {vocabulary!r:.40}")
+    return key, k, teacher if isinstance(teacher, str) else None
