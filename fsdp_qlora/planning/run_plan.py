@@ -191,9 +191,15 @@ def plan_teacher(
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
     own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
-    if not config.teacher_url and (kept := TeacherFolder.read(Path(config.teacher or "").expanduser(), "teacher")):
+    folder = Path(config.teacher or "").expanduser()
+    if not config.teacher_url and (kept := TeacherFolder.read(folder, "teacher")):
         _refuse_other_settings(config, student, kept)
         return None
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"--teacher {config.teacher} has no config.json, as the folder of a model, and no teacher.json, as one "
+            "that `fsdp-qlora teach` has written."
+        )
     plan = None if config.teacher_url else plan_model(own, student.machine, store)
     tokenizer = plan.tokenizer if plan else read_model(own)[2]
     if not student.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items():

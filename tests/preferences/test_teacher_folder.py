@@ -120,6 +120,8 @@ def test_settings_that_no_teacher_writes_are_refused(
 ) -> None:
     edit_settings(folder, **changed)
     assert said in refusal(options, folder)
+    (folder / "teacher.json").unlink()
+    assert "no teacher.json" in refusal(options, folder)
 
 
 @pytest.mark.usefixtures("group")
