@@ -50,7 +50,7 @@ class Progress(Evaluations):
 
     step: number of completed optimizer steps. recent_losses: losses of the last steps, for `spike`.
     loss_scale: `LossScale.state` of an fp16 run. stream: the position of the rows' source, such as `mark_of` the
-    last answers of training/rl/source.py.
+    last answers of training/rl/source.py. idle: `IdleSteps.state`.
     """
 
     step: int = 0
@@ -61,6 +61,7 @@ class Progress(Evaluations):
     recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, float] = field(default_factory=dict)
     stream: dict[str, Any] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":

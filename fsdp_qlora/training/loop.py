@@ -10,6 +10,7 @@ from fsdp_qlora.checkpoint.progress import Progress
 from fsdp_qlora.data.batches.schedule import RowSource
 from fsdp_qlora.data.run_data import RunData
 from fsdp_qlora.distributed.supervision.stops import Control
+from fsdp_qlora.training.idle import IdleSteps
 from fsdp_qlora.training.trainer import Trainer
 from fsdp_qlora.utils.errors import NotFinite, RolloutError, RunStopped, TrainingError
 
@@ -62,6 +63,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
     most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
     if progress.loss_scale:
         trainer.loss_scale.load_state(progress.loss_scale)
+    idle = IdleSteps(schedule.total_steps, trainer.objective.settings.max_completion_length)
+    idle.load_state(progress.idle)
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
@@ -73,6 +76,9 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
             usual_loss = progress.add_step(record)
             progress.stream = dict(rows.position)
             progress.loss_scale = trainer.loss_scale.state()
+            if warning := idle.add(record):
+                log.warning("%s", warning)
+            progress.idle = idle.state()
             observer.stepped(progress, record)
             if usual_loss is not None and not rows.metrics:  # of sampled answers it is near 0
                 log.warning(
