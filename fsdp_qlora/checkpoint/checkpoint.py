@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import FileRecord, publish_folder, record_of, write_hashed_json
+from fsdp_qlora.utils.files import FileRecord, publish_folder, read_named, record_of, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -113,7 +113,7 @@ def verify(folder: Path) -> dict[str, Any]:
         OSError: a file cannot be read at present, such as on a network disk that is away; it may be undamaged.
     """
     check_files(folder, _read_manifest(folder))
-    state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    state: dict[str, Any] = json.loads(read_named(folder / STATE))
     return state
 
 
@@ -122,7 +122,7 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     if not path.is_file():
         raise DamagedCheckpoint(f"{path.name} {'is not a file' if path.exists() else 'is missing'}")
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_named(path))
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]

@@ -26,6 +26,7 @@ from fsdp_qlora.checkpoint.checkpoint import MANIFEST, staging_folder
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import (
     PUBLIC,
+    check_is_file,
     flush,
     flush_files,
     mirror_error,
@@ -103,10 +104,16 @@ class Store:
         """The text of a small file; empty if it does not exist."""
         with _as_os_error():
             try:
+                self._refuse_pipe(file)
                 content: bytes = self._system.cat_file(file)
             except (FileNotFoundError, NotADirectoryError):  # or a file stands where the mirror should be
                 return ""
         return content.decode()
+
+    def _refuse_pipe(self, file: str) -> None:
+        """Raise OSError for what the system would wait for, or read without an end, in a folder of this machine."""
+        if isinstance(self._system.fs, LocalFileSystem):
+            check_is_file(Path(self._system.path, file))
 
     def put(self, source: Path, folder: str) -> None:
         """Copy the files of `source` into a folder of the store. The manifest comes last."""
@@ -127,6 +134,7 @@ class Store:
         for name in self.files(folder):
             if not (target / name).exists():
                 with staged_file(target / name) as partial, _as_os_error():
+                    self._refuse_pipe(f"{folder}/{name}")
                     self._system.get_file(f"{folder}/{name}", str(partial))
 
     def delete(self, folder: str) -> None:

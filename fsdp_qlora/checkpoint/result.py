@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from fsdp_qlora.checkpoint.checkpoint import DamagedCheckpoint, check_files, records_of
 from fsdp_qlora.checkpoint.saving import delete_oldest, is_full
 from fsdp_qlora.utils.errors import TrainingError
-from fsdp_qlora.utils.files import FileRecord, flush, flush_files
+from fsdp_qlora.utils.files import FileRecord, NotAFile, flush, flush_files, read_named
 from fsdp_qlora.utils.run_files import CARD, CHECKPOINTS, RESULT
 
 log = logging.getLogger("fsdp_qlora")
@@ -95,11 +95,11 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         OSError: a file cannot be read at present.
     """
     try:
-        content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
+        content: dict[str, Any] = json.loads(read_named(output_dir / RESULT))
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return None if only is not None else f"{RESULT} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, NotAFile) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} lists no files of the folder"

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from fsdp_qlora.config.cli import current_options
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped, UserError
-from fsdp_qlora.utils.files import is_partial, why_not_writable, write_json
+from fsdp_qlora.utils.files import NotAFile, is_partial, read_named, why_not_writable, write_json
 from fsdp_qlora.utils.redact import lost_output
 from fsdp_qlora.utils.run_files import CHECKPOINTS, LOCK, RUN, RUN_FILES, STATUS
 
@@ -49,12 +49,12 @@ def read_status(output_dir: Path) -> dict[str, Any]:
 
 def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(read_named(path))
         if missing := [key for key in required if key not in content]:
             raise ValueError(f"it has no {missing[0]}")
     except FileNotFoundError:
         return {}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError, NotAFile) as error:
         raise UserError(f"{path} cannot be used: {error}. {advice}") from error
     return content
 

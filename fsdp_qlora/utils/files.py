@@ -39,13 +39,17 @@ def record_of(path: Path) -> FileRecord:
         return FileRecord(file.tell(), digest.hexdigest())
 
 
+class NotAFile(OSError):
+    """A path leads to a folder, a pipe, a device or a socket, or to more bytes than are read: it stays unreadable."""
+
+
 def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, follow: bool = True) -> IO[Any]:
     """Open a file that a row, an option or a folder of others names, without waiting for what is behind the name.
 
     Args:
         follow: whether `path` may be a link.
     Raises:
-        OSError: it is a pipe, a device, a folder or longer than `most_bytes`; or cannot be opened.
+        NotAFile: it is a pipe, a device, a folder or longer than `most_bytes`. OSError: it cannot be opened.
     """
     flags = os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
 
@@ -59,7 +63,7 @@ def open_named(path: Path, mode: str = "rb", *, most_bytes: int | None = None, f
             reason = f"it has {found.st_size / 2**20:.0f} MiB, more than {most_bytes / 2**20:.0f} MiB"
         if reason:
             os.close(descriptor)
-            raise OSError(errno.EINVAL, reason, str(path))
+            raise NotAFile(errno.EINVAL, reason, str(path))
         return descriptor
 
     return open(path, mode, opener=opener, encoding=None if "b" in mode else "utf-8")
@@ -77,10 +81,15 @@ def check_is_file(path: Path) -> None:
     open_named(path).close()
 
 
+def is_special(path: Path) -> bool:
+    """Whether a path leads to a pipe, a device or a socket."""
+    return path.exists() and not (path.is_file() or path.is_dir())
+
+
 def refuse_pipes(folder: Path, option: str) -> None:
     """Raise UserError for a pipe, a device or a socket in a folder: the libraries that read it would wait for that."""
     for path in folder.iterdir():
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if is_special(path):
             raise UserError(f"{option} {folder}: {path.name} is a pipe, a device or a socket. Put a file there.")
 
 

@@ -140,7 +140,7 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def damage_a_file(rng: random.Random, folder: Path) -> Path:
-    """Damage or remove one file below a folder, or put a folder or a broken link in its place; returns its path."""
+    """Damage or remove one file below a folder, or put a folder, a pipe or a link in its place; returns its path."""
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content = path.read_bytes()
     path.unlink()
@@ -151,6 +151,8 @@ def damage_a_file(rng: random.Random, folder: Path) -> Path:
             path.mkdir()
         case 2:
             path.symlink_to(rng.choice(["nowhere", ".", path.name]))
+        case 3:
+            os.mkfifo(path)
         case _:
             path.write_bytes(damaged_bytes(rng, content))
     return path

@@ -23,6 +23,7 @@ import torch
 import yaml
 
 from fsdp_qlora.checkpoint import checkpoint
+from fsdp_qlora.checkpoint.mirror import open_store
 from fsdp_qlora.checkpoint.resume import RunFolder
 from fsdp_qlora.checkpoint.run_folder import StartRequest
 from fsdp_qlora.commands.run_config import parse_train_config, run_options
@@ -37,7 +38,7 @@ from fsdp_qlora.sharding.loading.quant_cache import CachedWeights
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import ENDINGS, RunStopped
-from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
+from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz, outcome
 from tests.tiny import flags, make_rows, train_ok, write_rows
 
 pytestmark = pytest.mark.slow
@@ -256,6 +257,37 @@ def test_results_of_strangers(finished: Path, tmp_path: Path) -> None:
         assert {name: read[name] for name in said_by_the_user} == said_by_the_user
 
     fuzz(case, tmp_path)
+
+
+def test_a_pipe_in_place_of_any_file_of_a_run_is_not_waited_for(
+    finished: Path, models: Models, group: None, tmp_path: Path
+) -> None:
+    about = json.loads((finished / "run" / "run.json").read_text())
+    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
+    names = sorted(path.relative_to(finished / "run") for path in (finished / "run").rglob("*") if path.is_file())
+    bad = []
+    for number, name in enumerate(names):
+        place = tmp_path / str(number)
+        shutil.copytree(finished / "run", place / "run")
+        (place / "run" / name).unlink()
+        os.mkfifo(place / "run" / name)
+
+        def start(_: random.Random, place: Path) -> None:
+            request = StartRequest(options=about["options"], resume="auto")
+            with RunFolder(place / "run", ALONE, request).claimed() as folder:
+                folder.choose_start(identity)
+
+        def read(_: random.Random, place: Path) -> None:
+            run_options(place / "run", [])
+
+        def mirrored(_: random.Random, place: Path) -> None:
+            try:
+                open_store(str(place / "run")).run()
+            except OSError as error:
+                assert "more than" not in str(error)
+
+        bad += [f"{name}, {use.__name__}: {why}" for use in (start, read, mirrored) if (why := outcome(use, 0, place))]
+    assert not bad, "\n".join(bad)
 
 
 def test_checkpoints(finished: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_unreadable_checkpoints_are_retried_and_not_quarantined(
 
     with monkeypatch.context() as patch, pytest.raises(RunStopped, match=f"{os.strerror(number)}.*{name}") as stopped:
         patch.setattr(Path, "open", fails)
-        patch.setattr(files, "open_named", lambda path: fails(path, "rb"))
+        patch.setattr(files, "open_named", lambda path, **_: fails(path, "rb"))
         begin(run)
     assert stopped.value.ending == ENDINGS["unreadable"] and stopped.value.ending.exit_code == 75
     assert sorted(run.rglob("*")) == before and begin(run).step == 5

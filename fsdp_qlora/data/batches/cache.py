@@ -20,7 +20,7 @@ from fsdp_qlora.data.content import ENDED_WORKERS, SourceFile
 from fsdp_qlora.data.text.images import UNREADABLE, are_as_kept
 from fsdp_qlora.distributed.process_group import gather_numbers
 from fsdp_qlora.distributed.ranks import Ranks
-from fsdp_qlora.utils.files import cache_folder, staged_file
+from fsdp_qlora.utils.files import cache_folder, check_is_file, staged_file
 from fsdp_qlora.utils.redact import redact_values
 from fsdp_qlora.utils.text import warn_from_any_rank
 
@@ -143,6 +143,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
     All processes of a machine share the mapped pages: a second rank costs no memory.
     """
     try:
+        check_is_file(path)
         # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none, measured.
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118

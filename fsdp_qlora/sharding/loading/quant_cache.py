@@ -29,7 +29,14 @@ from fsdp_qlora.distributed.shards import shard_rank, shard_size
 from fsdp_qlora.model.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import cache_folder, file_identity, free_disk, publish_folder, write_hashed_json
+from fsdp_qlora.utils.files import (
+    cache_folder,
+    file_identity,
+    free_disk,
+    publish_folder,
+    read_named,
+    write_hashed_json,
+)
 from fsdp_qlora.utils.safetensors_files import PackedFiles
 from fsdp_qlora.utils.text import format_bytes
 
@@ -51,7 +58,7 @@ def cache_root(option: str) -> Path | None:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """Read an entry's description. Raises ValueError if it has changed since it was written."""
-    description = json.loads((folder / CHECKSUMS).read_bytes())
+    description = json.loads(read_named(folder / CHECKSUMS))
     if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
     return description

@@ -14,6 +14,7 @@ from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.files import is_special
 from fsdp_qlora.utils.text import first_line
 
 
@@ -22,6 +23,8 @@ class Tasks:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Load them. Raises UserError if one cannot be."""
+        if special := [name for name in names if is_special(Path(name))]:
+            raise UserError(f"lm-eval cannot load the task {special[0]}: it is a pipe, a device or a socket.")
         from lm_eval.tasks import TaskManager
 
         self._manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))  # takes 15 s
