@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import parse_train_config
@@ -183,6 +185,28 @@ def test_teach_adds_other_rows_to_a_folder_and_keeps_those_there(
     assert status == 0 and content(folder).items() > before.items()
     status, text = teach(options, folder)
     assert status == 0 and "probabilities are read from" in text
+
+
+@pytest.mark.slow
+def test_a_teacher_with_fewer_tokens_than_k_names_all_of_them(options: Options, models: Models, tmp_path: Path) -> None:
+    more = {"model_name": models("llama", vocab_size=330), "top_k": 330}  # rows of the embedding that no token has
+    status, text = teach(options, tmp_path / "taught", **more)
+    assert status == 0, text[-2000:]
+    with safe_open(files_of(tmp_path / "taught")[0], framework="numpy") as file:
+        assert (np.sort(file.get_tensor("ids"), axis=1) == np.arange(320)).all()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(
+    options: Options, models: Models, tmp_path: Path
+) -> None:
+    shutil.copytree(models("llama", num_hidden_layers=3), teacher := tmp_path / "teacher")
+    weights = load_file(teacher / "model.safetensors")
+    weights["model.norm.weight"][:] = 3e38
+    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    status, text = teach(options, tmp_path / "taught", teacher=teacher)
+    assert status == 1 and "row 1 of the dataset has a log-probability that is not finite" in text
+    assert not files_of(tmp_path / "taught")
 
 
 def test_teach_does_not_write_beside_settings_that_it_cannot_read(options: Options, folder: Path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,8 +141,8 @@ class TaughtRows:
         return {name: torch.from_numpy(array) for name, array in values.items()}
 
 
-def _problems(ids: np.ndarray, logps: np.ndarray, vocabulary: int) -> Iterator[tuple[np.ndarray, str]]:
-    """What no teacher says of a token: whether each token has it, bool [tokens], and what it is."""
+def _problems(ids: np.ndarray, logps: np.ndarray, vocabulary: int) -> Iterator[tuple[Any, str]]:
+    """Each problem that values may have: whether each token has it, bool [tokens], and its name."""
     in_order = np.sort(ids, axis=1)
     yield (in_order[:, 0] < 0) | (in_order[:, -1] >= vocabulary), f"an id below 0, or not below {vocabulary}"
     yield (in_order[:, 1:] == in_order[:, :-1]).any(axis=1), "an id twice for one token"

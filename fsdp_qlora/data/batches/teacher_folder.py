@@ -23,7 +23,7 @@ def key_of(settings: Mapping[str, Any]) -> str:
 
 
 class TeacherFolder(NamedTuple):
-    """What files are of. key: as of `key_of`. k: likeliest tokens of each. teacher: its name, for people."""
+    """The settings of files. key: as of `key_of`. k: likeliest tokens of each. teacher: its name, for people."""
 
     key: str
     k: int

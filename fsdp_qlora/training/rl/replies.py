@@ -68,7 +68,7 @@ class Reply:
         return logps
 
     def likeliest(self, first: int, count: int, k: int, vocab_size: int) -> list[list[float]]:
-        """What a teacher tells of each token from place `first` of `count` on: ids, log-probabilities, the others'.
+        """A teacher's ids and log-probabilities, then that of all others, of each token from place `first` of `count`.
 
         Args:
             vocab_size: ids from this one on are unknown to the student.
@@ -106,7 +106,7 @@ def _logp_of(token: str, told: Any) -> float:
     is_id = token.isascii() and token.isdigit() and len(token) <= 10 and str(int(token)) == token
     if not is_id:
         raise Unusable(f"a token with the id {_said(token)}")
-    logp = told.get("logprob") if isinstance(told, dict) else None
+    logp: Any = told.get("logprob") if isinstance(told, dict) else None
     if not _is_logp(logp):
         raise Unusable(f"{_said(logp)} as the log-probability of the token {token}")
     return float(max(logp, LEAST_LOGP))
