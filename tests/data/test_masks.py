@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data.batches.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.data.content import BadRow, Chat, Fields, Segment
-from fsdp_qlora.data.text.chat_template import APART, ChatTemplate, TemplateWorker
+from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.text.conversation import APART
 from fsdp_qlora.data.text.formats import FORMATS
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.data.text.templates import ChosenTemplate, find_template
@@ -23,6 +24,7 @@ from fsdp_qlora.training.generation.generate import PromptFormat
 from fsdp_qlora.utils.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.rows import rows_of, write_parquet
+from tests.data.test_turns import BEHIND, CALLING, KEEPS, TEMPLATES, WORDS
 from tests.tiny import ROOT, spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
@@ -147,6 +149,18 @@ def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
     assert [row.ids.tolist() for row in found] == [tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows]
     assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [(APART,), ()]
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
+
+
+def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts() -> None:
+    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    for name, messages in ((KEEPS, CALLING), (BEHIND, WORDS)):
+        tokenizer.chat_template = TEMPLATES[name]
+        renderer = Renderer(tokenizer, ChosenTemplate(), "assistant", row_format.template, [WORKER])
+        rendered = renderer.render(row_format.read({"messages": messages}))
+        found = encode([(1, row) for row in rendered], tokenizer, 1000)
+        assert [row.ids[: row.learned.argmax()].tolist() for row in found] == [
+            tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True)["input_ids"] for turn in (1, 3)
+        ]
 
 
 # Template -> (who is refused, a word of the reason).

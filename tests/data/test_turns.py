@@ -1,12 +1,15 @@
 # ruff: noqa: E501
 """Where assistant turns stand in texts of chat templates with the habits of well-known families."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from fsdp_qlora.data.content import Chat
-from fsdp_qlora.data.text.chat_template import APART, CUT, LEFT_OUT, answer
+from fsdp_qlora.data.text.chat_template import answer
+from fsdp_qlora.data.text.conversation import APART, CUT, LEFT_OUT
 
 pytestmark = pytest.mark.quick
 
@@ -66,6 +69,43 @@ TEMPLATES = {
         "{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}<end>\n",
         user="{{ tools[0].name + ' ' if tools and loop.first else '' }}{{ m.content }}",
     ),
+    # As gpt-oss: reasoning before a call is there until an answer follows, that of an answer in the last turn alone.
+    "keeps the reasoning of calls until the answer": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
+        "{% set ns = namespace(answered=false) %}{% for later in messages[loop.index:] %}"
+        "{% if later.role == 'assistant' and not later.tool_calls %}{% set ns.answered = true %}{% endif %}{% endfor %}"
+        "{% set thought = m.thinking or m.content %}"
+        "{% if thought and not ns.answered %}<bot>thinks:{{ thought }}<end>{% endif %}"
+        "<bot>calls:{{ m.tool_calls[0].function.name }}<call>{% elif loop.last and not add_generation_prompt %}"
+        "{% if m.thinking %}<bot>thinks:{{ m.thinking }}<end>{% endif %}<bot>says:{{ m.content }}<return>"
+        "{% else %}<bot>says:{{ m.content }}<end>{% endif %}{% else %}<user>{{ m.content }}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    ),
+    # As the newest of Gemma 4: no prompt behind a result, and words beside a call end a turn that nothing continues.
+    "writes the words of a call behind its result": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{{ '<bot>' if loop.first or loop.previtem.role == 'user' }}"
+        "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name }}{% endfor %}"
+        "{% set result = loop.nextitem is defined and loop.nextitem.role == 'tool' %}"
+        "{% if result %}{{ '</call>' + loop.nextitem.content }}{% endif %}{{ m.content }}"
+        "{% set goes_on = result and messages[loop.index + 1] is defined %}"
+        "{% if m.tool_calls and not result %}</call>{% elif not goes_on and (m.content or not result) %}<end>\n{% endif %}"
+        "{% elif m.role == 'user' %}<user>{{ m.content }}<end>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}<bot>{% endif %}"
+    ),
+    "closes an empty block in the prompt": template(
+        bot="<bot>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}<end>\n",
+        prompt="<bot><think></think>",
+    ),
+    "opens a block that turns have without a line": template(
+        bot="<bot><think>{{ m.thinking }}</think>{{ m.content }}<end>\n", prompt="<bot><think>\n"
+    ),
+    "has reasoning in parts": template(
+        bot="<bot>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{{ '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{% endif %}<end>"
+    ),
+    "wants OpenAI's tools": template(user="{{ tools[0].function.name + ' ' }}{{ m.content }}"),
     "wants a question": "{{ '' if messages else raise_exception('no message') }}" + template(),
     "wants alternate roles": template(
         user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}"
@@ -82,7 +122,17 @@ def learned(
     name: str, messages: list[dict[str, Any]], learn: str = "assistant", tools: list[dict[str, Any]] | None = None
 ) -> tuple[list[list[str]], list[str]]:
     """The learned texts of each row, and the notes; or the refusal."""
-    reply = answer(
+    reply = rendered(name, messages, learn, tools)
+    if "error" in reply:
+        return [], [reply["error"]]
+    return [[text[start:end] for start, end, _ in spans] for text, spans in reply["rows"]], reply["notes"]
+
+
+def rendered(
+    name: str, messages: list[dict[str, Any]], learn: str = "assistant", tools: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The worker's answer for a chat."""
+    return answer(
         {
             "template": TEMPLATES[name],
             "messages": messages,
@@ -93,9 +143,6 @@ def learned(
             "end_tokens": END_TOKENS,
         }
     )
-    if "error" in reply:
-        return [], [reply["error"]]
-    return [[text[start:end] for start, end, _ in spans] for text, spans in reply["rows"]], reply["notes"]
 
 
 TWO = turns("hi", "go on", "so", "no")
@@ -144,6 +191,53 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
 def test_learned_tokens_are_exact_for_every_template_style(name: str, chat: str) -> None:
     messages, expected, notes = CASES[name, chat]
     assert learned(name, messages) == (expected, notes)
+
+
+def thought(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "reasoning_content": "hm", **more}
+
+
+RESULT = {"role": "tool", "content": "2"}
+SAYS = {"role": "assistant", "content": "it is 2"}
+CALLING = [TWO[0], thought("", tool_calls=[CALL]), RESULT, thought("it is 2")]
+WORDS = [TWO[0], {**SAYS, "content": "let me see", "tool_calls": [CALL]}, RESULT, SAYS]
+KEEPS, BEHIND = "keeps the reasoning of calls until the answer", "writes the words of a call behind its result"
+# name of the template, chat -> what is learned of each row. All are behind the prompts of apply_chat_template.
+BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
+    (KEEPS, "reasoning"): (CALLING, ["thinks:hm<end><bot>calls:add<call>", "thinks:hm<end><bot>says:it is 2<return>"]),
+    (KEEPS, "words"): (WORDS, ["thinks:let me see<end><bot>calls:add<call>", "says:it is 2<return>"]),
+    (KEEPS, "two calls, and more"): (
+        [*CALLING[:3], *CALLING[1:], TWO[2], thought("no")],
+        [*["thinks:hm<end><bot>calls:add<call>"] * 2, "thinks:hm<end><bot>says:it is 2<return>", "thinks:hm<end><bot>says:no<return>"],
+    ),
+    (BEHIND, "reasoning"): (CALLING, ["<think>hm</think><call>add</call>", "<think>hm</think>it is 2<end>"]),
+    (BEHIND, "words"): (WORDS, ["<call>addlet me see</call>", "it is 2<end>"]),
+    (BEHIND, "words and reasoning"): ([*WORDS[:3], thought("it is 2")], ["<call>addlet me see</call>", "<think>hm</think>it is 2<end>"]),
+    ("closes an empty block in the prompt", "no reasoning"): (TWO, ["go on<end>", "no<end>"]),
+    ("opens a block that turns have without a line", "no reasoning"): (TWO, ["</think>go on<end>", "</think>no<end>"]),
+    ("has reasoning in parts", "in a field"): ([TWO[0], thought("no")], ["[THINK]hm[/THINK]no<end>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chat"), BEHIND_PROMPTS)
+def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name: str, chat: str) -> None:
+    messages, expected = BEHIND_PROMPTS[name, chat]
+    rows = rendered(name, messages)["rows"]
+    found = {turn: (text[:start], text[start:end]) for text, spans in rows for start, end, turn in spans}
+    assert [answer for _, (_, answer) in sorted(found.items())] == expected
+    fill = partial(render_jinja_template, chat_template=TEMPLATES[name], bos_token="<s>", add_generation_prompt=True)
+    assert {turn: prompt for turn, (prompt, _) in found.items()} == {
+        turn: fill([messages[:turn]])[0][0] for turn in Chat(messages).learned_turns("assistant")
+    }
+
+
+def test_reasoning_stays_where_the_prompt_has_an_empty_block() -> None:
+    text = rendered("closes an empty block in the prompt", [TWO[0], thought("no")])["rows"][0][0]
+    assert text == "<s><user>hi<end>\n<bot><think>hm</think>no<end>\n"
+
+
+def test_tools_have_the_form_that_the_template_reads() -> None:
+    assert learned("wants OpenAI's tools", TWO, tools=[{"name": "add"}]) == (ONE_ROW, [])
 
 
 def test_only_the_last_turn_is_learned_where_that_is_asked_for() -> None:

@@ -26,7 +26,7 @@ from fsdp_qlora.utils.text import warn_from_any_rank
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 14  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 15  # raise it when the arrays, the templates or the rules of masking change
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,0 +1,400 @@
+"""The assistant's turns in a rendered conversation, found by rendering parts of it. In the worker of chat templates."""
+
+import contextlib
+import copy
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from fsdp_qlora.data.content import BadRow, texts_of
+
+T = TypeVar("T")
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+Span = tuple[int, int]
+Render = Callable[..., tuple[str, Sequence[Span]]]
+"""(messages, add_generation_prompt=False) -> the text, and what the template marks as generated."""
+
+# How chat templates begin and end reasoning. The first is also how contents have it, which a template may leave out.
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
+BEGINS, ENDS = THOUGHTS[0]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+# Notes on rows that are used.
+APART = "turns that are rows of their own: the chat template renders them differently when other turns follow"
+CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
+LEFT_OUT = "the chat template leaves out what the row has for: {}"
+
+
+class Prompt(NamedTuple):
+    """What is before a turn."""
+
+    asked: str
+    """What the model gets, perhaps without the block for reasoning that it opens and the turn has not."""
+    written: str
+    """How a conversation with the turn begins, if its template writes the turns before as it does in the prompt."""
+    opening: str
+    """The end of `written` that belongs to the turn, such as <|im_start|>assistant."""
+
+
+class Own(NamedTuple):
+    """A turn behind its own prompt. Its row is the prompt, and the conversation that ends with it from `place` on."""
+
+    text: str
+    start: int
+    """Where the turn begins in the text."""
+    place: int
+    """Where it begins in the conversation that ends with it."""
+
+
+class Bounds(NamedTuple):
+    """Where the last turn of a text, or its opening, can begin; nowhere if `words` precedes `earliest`."""
+
+    earliest: int
+    """Behind the words of the message before."""
+    words: int
+    """Where the turn's own words are."""
+    end: int
+    """Where the text is no longer as one that ends with the message before."""
+
+
+class Conversation:
+    """A rendered conversation.
+
+    Args:
+        end_tokens: tokens after which a model stops; white space that the template writes after one is not learned.
+    """
+
+    def __init__(self, render: Render, messages: list[Message], end_tokens: Sequence[str]) -> None:
+        self._render, self.messages = render, messages
+        self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
+        self.text, blocks = render(messages)
+        speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        self._blocks = dict(zip(speakers, blocks, strict=True)) if len(blocks) == len(speakers) else {}
+
+    def places(self, turn: int) -> list[tuple[str, Span]]:
+        """The texts that have a turn as the model writes it, and its place in each.
+
+        A turn begins after the generation prompt, and ends where the conversation that ends with it ends. The last of
+        the texts is its prompt and the turn. This conversation precedes it if it begins with the same prompt and
+        continues with the turn, perhaps without the reasoning or the tokens that only a last turn has.
+        """
+        is_last = turn + 1 == len(self.messages)
+        alone = self if is_last else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
+        prompts = self._prompts(turn)
+        own = alone._behind(prompts)
+        if turn in self._blocks and turn in alone._blocks:
+            return self._marked(turn, alone, own)
+        if own is None:
+            return []
+        body = own.text[own.start :]
+        bodies = {own.text: (own.start, body)}
+        here = next((len(p.asked) for p in prompts if self.text.startswith(p.asked) and p.asked == p.written), None)
+        if here is not None and not is_last:
+            bodies = {self.text: (here, self._in_full_chat(body, here)), **bodies}
+        return [
+            (text, (start, start + len(body.rstrip() if self._without_end(body) else body)))
+            for text, (start, body) in bodies.items()
+            if body
+        ]
+
+    def _marked(self, turn: int, alone: "Conversation", own: Own | None) -> list[tuple[str, Span]]:
+        """The places of a turn that the template marks itself. What its prompt has is not learned."""
+        (start, end), (first, last) = alone._blocks[turn], self._blocks[turn]
+        if own is None:
+            return [(self.text, (first, last)), (alone.text, (start, end))]
+        num_asked = max(0, own.place - start)
+        shift = own.start - own.place
+        start, first = start + num_asked, first + num_asked
+        places = [(own.text, (start + shift, end + shift))]
+        is_same = self.text[:first] == own.text[: start + shift]
+        return [(self.text, (first, last))] * is_same + places
+
+    def _prompts(self, turn: int) -> list[Prompt]:
+        """The generation prompt of a turn, in the ways in which a text that has the turn may begin with it."""
+        before = self.messages[:turn]
+        prompt, history = self._try(before, add_generation_prompt=True), self._try(before) or ""
+        if prompt is None and not any(message["role"] in ("user", "assistant") for message in before):
+            # The assistant begins, and the template wants a question: its prompt is as after one.
+            question = [{"role": "user", "content": "a"}]
+            history = self._try(question) or ""
+            opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(history).partition(BEGINS)[0]
+            start, separator, _ = self.text.partition(opening) if opening else ("", "", "")
+            asked = start + separator
+            return [Prompt(asked, asked, separator)] * bool(separator)
+        if prompt is None:
+            return []
+        own = self._num_same(prompt, history)
+        prompts = [Prompt(prompt, prompt, prompt[own:])]
+        for begins, ends in THOUGHTS:
+            if (opened := prompt.find(begins, own)) < 0:
+                continue
+            if ends in prompt[opened:]:
+                # The block is closed again, so that the model answers at once, unless the turn has reasoning.
+                asked = prompt[:opened] if _thinks(self.messages[turn], ends) else prompt
+                prompts.append(Prompt(asked, prompt[:opened], prompt[own:opened]))
+                continue
+            block = opened + len(begins)  # the turn may have an empty one, with other white space
+            prompts.append(Prompt(prompt, prompt[:block], prompt[own:block]))
+            prompts.append(Prompt(prompt[:opened], prompt[:opened], prompt[own:opened]))
+        return prompts
+
+    def _behind(self, prompts: Sequence[Prompt]) -> Own | None:
+        """The last turn behind the first of its prompts with which it can be; None if none is known."""
+        bounds = None
+        for prompt in prompts:
+            if self.text.startswith(prompt.written):
+                return self._own(prompt, len(prompt.written))
+            # The template writes the turns before otherwise when this one follows, as without their reasoning.
+            bounds = bounds or self._bounds()
+            place = self.text.rfind(prompt.opening, bounds.earliest, bounds.words + len(prompt.opening))
+            if not prompt.opening:
+                place = min(bounds.words, bounds.end)
+            if bounds.earliest <= place:
+                return self._own(prompt, place + len(prompt.opening))
+        return None
+
+    def _own(self, prompt: Prompt, place: int) -> Own:
+        return Own(prompt.asked + self.text[place:], len(prompt.asked), place)
+
+    def _bounds(self) -> Bounds:
+        """Where the last turn can begin, found by texts with other words in it, and in the message before."""
+        *before, last = self.messages
+        found = [self._num_same(self.text, self._try([*before, message])) for message in _others(last)]
+        if not before:
+            return Bounds(0, min(found), 0)
+        others = [*before[:-1], next(_others(before[-1]))]
+        earliest = len(self.text) - len(_common_end(self.text, self._try([*others, last])))
+        words = min((place for place in found if place >= earliest), default=-1)
+        history = _common_end(self._try(before) or "", self._try(others))
+        end = earliest + self._num_same(self.text[earliest:], history)
+        return Bounds(earliest, words, end) if earliest else Bounds(0, -1, -1)
+
+    def _try(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
+        try:
+            return self._render(messages, add_generation_prompt)[0]
+        except Exception:  # a template can raise anything, and many do where there is no message
+            return None
+
+    def _num_same(self, text: str, other: str | None) -> int:
+        """The number of characters with which both begin, without a part of a token."""
+        num = _num_common(text, other)
+        longest = len(self._end_tokens[0]) if self._end_tokens else 0
+        near = text[max(0, num - longest) : num + longest]
+        tokens = [token for token in self._end_tokens if token in near]
+        cut = [n for token in tokens for n in range(1, len(token)) if text.startswith(token, num - n)]
+        return num - max(cut, default=0)
+
+    def _in_full_chat(self, body: str, start: int) -> str:
+        """A turn as it is in this text from a place on, where others follow it; "" if it is another."""
+        while True:
+            for written in (body, answer := body.rpartition(ENDS)[2], answer.lstrip()):
+                if self.text.startswith(written, start):
+                    return written
+            body = self._without_end(body)
+            if not self._without_end(body):
+                return ""
+
+    def _without_end(self, body: str) -> str:
+        """A text without the end token at its end; "" if there is none."""
+        token = next(filter(body.rstrip().endswith, self._end_tokens), "")
+        return body.rstrip().removesuffix(token) if token else ""
+
+
+def _thinks(message: Message, ends: str) -> bool:
+    """Whether a message has reasoning. ends: what ends it in a content."""
+    return any(message.get(name) for name in REASONING) or any(ends in text for text in texts_of(message))
+
+
+def _num_common(text: str, other: str | None) -> int:
+    """The number of characters that both begin with."""
+    return len(os.path.commonprefix([text, other or ""]))  # noqa: RUF071  of texts, not of paths
+
+
+def _common_end(text: str, other: str | None) -> str:
+    """The text with which both end."""
+    num = _num_common(text[::-1], (other or "")[::-1])
+    return text[len(text) - num :]
+
+
+def _others(message: Message) -> Iterator[Message]:
+    """A message with other words throughout; and the same without its reasoning."""
+    other = copy.deepcopy(message)
+    for name in REASONING:
+        if isinstance(message.get(name), str):
+            other[name] = _other_word(message[name])
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        thought, ends, answer = content.rpartition(ENDS)
+        word = _other_word(thought, answer, content)
+        other["content"] = f"{BEGINS}{word}{ENDS}{word}" if ends else word
+    for part in other["content"] if isinstance(content, list) else []:
+        part |= {name: _other_word(part[name]) for name in ("text", "thinking") if isinstance(part.get(name), str)}
+    for call in other.get("tool_calls") or []:
+        word = _other_word(call["function"]["name"])
+        is_text = isinstance(call["function"]["arguments"], str)
+        call["function"] = {"name": word, "arguments": json.dumps({word: word}) if is_text else {word: word}}
+    yield other
+    plain = {name: value for name, value in other.items() if name not in REASONING}
+    if isinstance(plain.get("content"), str):
+        plain["content"] = plain["content"].rpartition(ENDS)[2]
+    yield plain
+
+
+def _other_word(*texts: str) -> str:
+    """A letter with which none of the texts begins or ends."""
+    edges = {text.strip()[place] for text in texts if text.strip() for place in (0, -1)}
+    return next(letter for letter in "abcdefgh" if letter not in edges)
+
+
+def learned_rows(
+    whole: Conversation, turns: Sequence[int], *, apart: bool
+) -> tuple[list[tuple[str, list[tuple[int, int, int]]]], list[str]]:
+    """The conversation with the spans of these turns, and turns that are rows of their own.
+
+    A turn is in a row of its own, which ends with it, if the template renders it or the turns before differently when
+    others follow: without their reasoning, as a rule. So it is learned as the model writes it, behind the prompt that
+    the model gets.
+
+    Args:
+        apart: whether turns may become rows of their own.
+    Returns:
+        (text, spans and their turns) of each row, and notes.
+    Raises:
+        BadRow: a turn cannot be found, or the template does not write it.
+    """
+    rows: list[tuple[str, list[tuple[int, int, int]]]] = []
+    spans: list[tuple[int, int, int]] = []
+    notes = []
+    for turn in turns:
+        message = whole.messages[turn]
+        all_places = whole.places(turn)
+        places = [place for place in all_places if apart or place[0] == whole.text]
+        if not places:
+            raise BadRow(f"turn {turn + 1}: {_OTHERWISE if all_places else _UNKNOWN}")
+        missing = [_num_missing(message, text[slice(*span)]) for text, span in places]
+        text, span = places[missing.index(min(missing))]
+        _check_written(turn, message, text[slice(*span)])
+        notes += [CUT] * (min(missing) > 0)
+        if text == whole.text:
+            spans.append((*span, turn))
+        else:
+            rows.append((text, [(*span, turn)]))
+            notes += [APART] * (turn + 1 < len(whole.messages))
+    notes += [APART] * bool(rows and spans)
+    return rows + ([(whole.text, spans)] if spans or not rows else []), list(dict.fromkeys(notes))
+
+
+_UNKNOWN = (
+    "where it begins behind the generation prompt is unknown, because the chat template writes it, or the turns "
+    "before, in another way there. Use another chat template with --prompt_template"
+)
+_OTHERWISE = (
+    "its weight has no place, because the chat template renders it differently when other turns follow, and "
+    "--learn all has no rows of its own for it"
+)
+
+
+def _num_missing(message: Message, text: str) -> int:
+    """How much of what a turn says a text lacks: its content, its reasoning, its calls."""
+    content = "".join(texts_of(message)).lstrip().removeprefix(BEGINS)  # that may be in the prompt
+    pieces = [content, *(str(message.get(name) or "") for name in REASONING)]
+    pieces += [call["function"]["name"] for call in message.get("tool_calls") or []]
+    return sum(_squeezed(piece) not in _squeezed(text) for piece in pieces)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _check_written(turn: int, message: Message, written: str) -> None:
+    """Raise BadRow where a template writes nothing of what is to be learned."""
+    calls = message.get("tool_calls") or []
+    for call in calls:
+        if call["function"]["name"] not in written:
+            raise BadRow(f"turn {turn + 1}: the chat template writes no tool calls; --prompt_template takes another")
+    words = "".join(texts_of(message)).rpartition(ENDS)[2].split()
+    if words and words[-1] not in written and not calls:  # beside calls, some templates have no place for words
+        raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
+
+
+def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
+    """Notes on what a template leaves out of a conversation besides the assistant's turns."""
+    written = _squeezed(text)
+    roles = dict.fromkeys(
+        message["role"]
+        for message in messages
+        if message["role"] in ("system", "developer", "user")
+        and any(_squeezed(text) not in written for text in texts_of(message))
+    )
+    functions = [tool.get("function", tool) for tool in tools or []]
+    names = [tool["name"] for tool in functions if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+    lost_tools = ["tools"] if names and not any(name in text for name in names) else []
+    return [LEFT_OUT.format(what) for what in [*roles, *lost_tools]]
+
+
+# --- what templates want of a conversation ---
+
+
+def written(make: Callable[[list[Message], Tools], T], messages: list[Message], tools: Tools) -> T:
+    """What `make` makes of the first way of writing a conversation that the template takes."""
+    import jinja2
+
+    for way in _ways(messages, tools):
+        with contextlib.suppress(TypeError, jinja2.UndefinedError):
+            return make(*way)
+    return make(messages, tools)
+
+
+def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
+    """Some templates want a content in each message that calls tools, arguments as text, or OpenAI's form of tools."""
+    chats = [messages]
+    if any("tool_calls" in message for message in messages):
+        with_content = [{"content": "", **message} for message in messages]
+        chats += [with_content, _with_text(messages), _with_text(with_content)]
+    all_tools = [tools]
+    if any("function" not in tool for tool in tools or ()):
+        all_tools += [[tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]]
+    yield from itertools.product(chats, all_tools)
+
+
+def _with_text(messages: list[Message]) -> list[Message]:
+    """Messages whose calls have their arguments as text."""
+    messages = copy.deepcopy(messages)
+    for call in (call for message in messages for call in message.get("tool_calls") or []):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
+
+
+def with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
+    """Messages whose reasoning has the name that the template reads, or is a part of the content if it reads that."""
+    thoughts = [next(filter(None, map(message.get, REASONING)), "") for message in messages]
+    if not any(thoughts):
+        return messages
+    named = [
+        {**dict.fromkeys(REASONING, thought), **message} if thought else message
+        for message, thought in zip(messages, thoughts, strict=True)
+    ]
+    first = next(turn for turn, thought in enumerate(thoughts) if thought)
+    in_parts = [
+        _in_parts(message, thought) if thought else message for message, thought in zip(messages, thoughts, strict=True)
+    ]
+    for way in (named, in_parts):
+        with contextlib.suppress(Exception):  # a template can raise anything
+            text = render(way[: first + 1])[0]
+            if _squeezed(thoughts[first]) in _squeezed(text) and not any(mark in text for mark in _LISTED):
+                return way
+    return named
+
+
+_LISTED = ("'type': 'thinking'", '"type": "thinking"')  # where a template writes out a list that it wants as text
+
+
+def _in_parts(message: Message, thought: str) -> Message:
+    """A message with its reasoning as a part of the content."""
+    plain = {name: value for name, value in message.items() if name not in REASONING}
+    content = message.get("content") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**plain, "content": [{"type": "thinking", "thinking": thought}, *parts]}
