@@ -111,7 +111,7 @@ def _in_file(rows: Any) -> Any:
         return rows
     lines: list[str] = []
     try:
-        lines.extend(json.dumps(row, default=_as_json) + "\n" for row in rows)
+        lines.extend(json.dumps(_with_plain_objects(row), default=_as_json) + "\n" for row in rows)
     except (TypeError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"dataset: row {len(lines) + 1} cannot be written as JSON ({error}).") from error
     text = "".join(lines)
@@ -120,6 +120,15 @@ def _in_file(rows: Any) -> Any:
     with staged_file(path) as partial:
         partial.write_text(text)
     return str(path.resolve())
+
+
+def _with_plain_objects(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row whose objects and lists, such as calls of tools, have values as those of a table."""
+    from fsdp_qlora.data.content import plain_value  # slow to import
+
+    return {
+        name: plain_value(value) if isinstance(value, Mapping | list | tuple) else value for name, value in row.items()
+    }
 
 
 def _without_nulls(value: Any) -> Any:

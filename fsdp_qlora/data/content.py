@@ -4,8 +4,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
+
+import numpy as np
 
 from fsdp_qlora.utils.files import bytes_of_variable
 
@@ -185,6 +190,31 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
     """The texts of a message's content, which may be in parts."""
     content = message.get("content") or []
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def plain_value(value: Any) -> Any:
+    """A value of a table as JSON has it: dates and times in ISO's form, decimals as numbers; others as they are."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(inner) for inner in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return _number(value)
+    if isinstance(value, UUID):
+        return str(value)
+    is_numpy = isinstance(value, np.generic | np.ndarray)
+    return plain_value(value.tolist()) if is_numpy else value
+
+
+def _number(value: Decimal) -> int | float:
+    """The number of JSON with these digits. Raises BadRow if no float has them."""
+    if value.is_finite() and value == value.to_integral_value():
+        return int(value)
+    if value.is_finite() and Decimal(str(float(value))) != value:
+        raise BadRow(f"the decimal {value} has more digits than a number of JSON keeps")
+    return float(value)
 
 
 def unicode_of(text: str, where: str) -> str:

@@ -194,7 +194,7 @@ def test_learned_tokens_are_exact_for_every_template_style(name: str, chat: str)
 
 
 def thought(content: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, "reasoning_content": "hm", **more}
+    return {"role": "assistant", "content": content, "thinking": "hm", **more}
 
 
 RESULT = {"role": "tool", "content": "2"}
@@ -232,7 +232,7 @@ def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name: str, c
 
 
 def test_reasoning_stays_where_the_prompt_has_an_empty_block() -> None:
-    text = rendered("closes an empty block in the prompt", [TWO[0], thought("no")])["rows"][0][0]
+    text = rendered("closes an empty block in the prompt", [TWO[0], FIELDS[3]])["rows"][0][0]
     assert text == "<s><user>hi<end>\n<bot><think>hm</think>no<end>\n"
 
 

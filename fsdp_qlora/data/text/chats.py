@@ -5,7 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.content import BadRow, Chat, Row, refuse_media, text_of, texts_of, unicode_of
+from fsdp_qlora.data.content import BadRow, Chat, Row, plain_value, refuse_media, text_of, texts_of, unicode_of
+from fsdp_qlora.data.text import parts
+from fsdp_qlora.data.text.conversation import REASONING
 from fsdp_qlora.data.text.images import Images
 
 # How roles are called in datasets -> in chat templates.
@@ -17,12 +19,13 @@ ROLES = {
 }
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
-KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
+KEPT = ("name", "tool_call_id")  # what chat templates know besides
 # How much a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
-_USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
+ARGUMENTS = ("arguments", "input", "parameters", "args")  # of a call, as OpenAI, Anthropic, Llama and Gemini have them
+_USED = {"role", "from", *parts.CONTENTS, "tool_calls", "function_call", *KEPT, *REASONING, *WEIGHTS}
 
 
 def read_turns(row: Row, column: str) -> Chat:
@@ -61,7 +64,8 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
         if turn.keys() >= {question, answer}:
             roles = (("user", question), ("assistant", answer))
             return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
-    return [dict(turn)]
+    called = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    return parts.without_results(turn) if ROLES.get(str(called).lower()) == "user" else [dict(turn)]
 
 
 def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
@@ -85,26 +89,55 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
 def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
     called = turn.get("role") if turn.get("role") is not None else turn.get("from")
-    content = next((turn[name] for name in ("content", "value", "parts") if turn.get(name) is not None), None)
+    where = f"turn {turn_number}"
+    content = next((turn[name] for name in parts.CONTENTS if turn.get(name) is not None), None)
     if called in CALLS:
-        return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {turn_number}")], turn_number)}
+        return {"role": "assistant", "tool_calls": _calls([_json(content, where)], turn_number)}
     if not isinstance(called, str) or called.lower() not in ROLES:
-        raise BadRow(f"turn {turn_number}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
+        raise BadRow(f"{where}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
-    if calls := turn.get("tool_calls") or turn.get("function_call"):
-        message["tool_calls"] = _calls(calls, turn_number)
-    if content is not None:
-        message["content"] = images.read(content, turn_number, can_show=message["role"] != "assistant")
+    is_answer = message["role"] == "assistant"
+    said = parts.split(_result(content) if message["role"] == "tool" else content, where, is_answer=is_answer)
+    if calls := _all_calls(turn, said, turn_number):
+        message["tool_calls"] = calls
+    thoughts = _thoughts(turn, said, where) if is_answer else {}
+    if said.content is not None:
+        message["content"] = images.read(said.content, turn_number, can_show=not is_answer)
+    elif said.thought:
+        message["content"] = ""
     elif "tool_calls" not in message:
-        raise BadRow(f"turn {turn_number}: its content is null")
+        raise BadRow(f"{where}: its content is null")
     if message["role"] == "user":
         for text in texts_of(message):
-            refuse_media(text, f"turn {turn_number}")
-    message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
-    is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
-    if message["role"] == "assistant" and is_empty and _weight(turn, turn_number) != 0:
-        raise BadRow(f"turn {turn_number}: the assistant says nothing")
+            refuse_media(text, where)
+    message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)} | thoughts
+    is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT, *REASONING))
+    if is_answer and is_empty and _weight(turn, turn_number) != 0:
+        raise BadRow(f"{where}: the assistant says nothing")
     return message
+
+
+def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str, str]:
+    """The reasoning of an answer, from fields of its own or from parts of the content. Raises BadRow."""
+    thoughts = {name: parts.words_of(turn[name], where) for name in REASONING if turn.get(name) is not None}
+    if not said.thought or said.thought in thoughts.values():
+        return thoughts
+    if any(thoughts.values()):
+        raise BadRow(f"{where}: its reasoning in {', '.join(thoughts)} is another than that in its content")
+    return {REASONING[0]: said.thought}
+
+
+def _result(content: object) -> object:
+    """What a tool answers: text, or parts; any other value as JSON."""
+    value = plain_value(content)
+    is_listed = isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
+    is_parts = is_listed and all("text" in part or isinstance(part.get("type"), str) for part in value)
+    if value is None or isinstance(value, str) or is_parts:
+        return content if is_parts else value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise BadRow(f"the answer of a tool cannot be JSON ({error})") from error
 
 
 def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
@@ -117,23 +150,36 @@ def _weight(turn: Mapping[str, Any], turn_number: int) -> float | None:
     return None
 
 
+def _all_calls(turn: Mapping[str, Any], said: parts.Said, turn_number: int) -> list[dict[str, Any]]:
+    """The calls of tools, from fields of their own or from parts of the content. Raises BadRow."""
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    called = _calls(calls, turn_number) if calls else []
+    among_parts = _calls(list(said.calls), turn_number)
+    if called and among_parts and [call["function"] for call in called] != [call["function"] for call in among_parts]:
+        raise BadRow(f"turn {turn_number}: its tool calls are others than those in its content")
+    return called or among_parts
+
+
 def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
     """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
+    where = f"turn {turn_number}"
     tool_calls = []
     if isinstance(calls, str):
-        calls = _json(calls, f"turn {turn_number}: its tool calls")
+        calls = _json(calls, f"{where}: its tool calls")
     listed: list[Any] = _parsed(calls if isinstance(calls, list) else [calls])
     for call in listed:
         function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRow(f"turn {turn_number}: a tool call without a name")
-        arguments = function.get("arguments") or {}
+            raise BadRow(f"{where}: a tool call without a name")
+        arguments = next((function[name] for name in ARGUMENTS if function.get(name)), {})
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"turn {turn_number}: the arguments of {function['name']}")
+            arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):
-            raise BadRow(f"turn {turn_number}: the arguments of {function['name']} are not an object")
-        kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        tool_calls.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+            raise BadRow(f"{where}: the arguments of {function['name']} are not an object")
+        named = next((call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)), None)
+        kept = {} if named is None else {"id": named}
+        called = {"name": function["name"], "arguments": plain_value(arguments)}
+        tool_calls.append({**kept, "type": "function", "function": called})
     return tool_calls
 
 
@@ -147,7 +193,9 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
         tools = _json(tools, "tools") if tools.strip() else None
     if not tools:
         return None
-    tools = _parsed(tools)
+    if isinstance(tools, Mapping) and tools.keys() & {"name", "function"}:
+        tools = [tools]
+    tools = plain_value(_parsed(tools))
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of objects")
     _check_unicode(tools, "tools")

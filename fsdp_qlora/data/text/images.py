@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.data.content import FOLDER, MAX_ROW, BadRow, Image, Row, most_row_bytes, unicode_of
+from fsdp_qlora.data.text import parts
 from fsdp_qlora.utils.errors import RankError, UserError
 from fsdp_qlora.utils.files import cache_folder, read_named
 
 _PLACE = "<image>"  # where a text shows the next image of the row's column
-_KINDS = ("image", "image_url", "input_image")  # of a part that is one
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for others Pillow may start a program, such as Ghostscript
 _GIVEN = ("image", "image_url", "bytes", "path", "url")  # names under which it may be in a part or an object
 
@@ -38,17 +38,17 @@ class Images:
         where, place = f"turn {turn_number}", {"type": "image"}
         if isinstance(content, str):
             texts = content.split(_PLACE) if self._listed and can_show else [content]
-            parts: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
-        elif not isinstance(parts := content, list | tuple):
+            listed: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
+        elif not isinstance(listed := content, list | tuple):
             raise BadRow(f"{where}: its content is not text but {type(content).__name__}")
-        contents = [self._part(part, where, can_show=can_show) for part in parts]
+        contents = [self._part(part, where, can_show=can_show) for part in listed]
         if place in contents:
             return [part for part in contents if part.get("text") != ""]
         return "".join(part["text"] for part in contents)
 
     def _part(self, part: object, where: str, *, can_show: bool) -> dict[str, str]:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        if isinstance(part, Mapping) and kind in _KINDS:
+        kind = parts.kind_of(part)
+        if isinstance(part, Mapping) and kind in parts.IMAGES:
             if not can_show:
                 raise BadRow(f"{where}: an answer has an image, and only text can be learned")
             image = self._image(part, where) if any(part.get(name) for name in _GIVEN) else next(self._left, None)
@@ -56,7 +56,7 @@ class Images:
                 raise BadRow(f"{where} shows more images than the {len(self._listed)} of the row")
             self.shown.append(image)
             return {"type": "image"}  # a template needs no more
-        text = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else None
+        text = part.get("text", part.get("value")) if isinstance(part, Mapping) and kind in parts.TEXTS else None
         if not isinstance(text, str):
             raise BadRow(f"{where}: a part of its content is {kind}, and only text and images can be trained on")
         return {"type": "text", "text": unicode_of(text, where)}

@@ -1,0 +1,155 @@
+# ruff: noqa: E501
+"""What a part of a message is: text, reasoning, calls and results of tools, in the forms of several APIs and of tables."""
+
+import datetime
+import decimal
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from fsdp_qlora.api import _in_file
+from fsdp_qlora.data.content import BadRow, Chat, PreferenceRow
+from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.recognition import RequestedFormat
+from tests.data.rows import rows_of, write_jsonl
+
+pytestmark = pytest.mark.quick
+
+ASK = {"role": "user", "content": "sort"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+THINKS = {"role": "assistant", "content": "blue", "reasoning_content": "hm"}
+CALLS = {"role": "assistant", "content": "so", "tool_calls": [{"id": "c1", **CALL}]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+
+
+def text(words: str, kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": words}
+
+
+def says(*parts: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(parts), **more}
+
+
+def read(messages: list[dict[str, Any]], **columns: Any) -> Chat:
+    chat = FORMATS["messages"].read({"messages": messages, **columns})
+    assert isinstance(chat, Chat)
+    return chat
+
+
+# Messages in parts -> as OpenAI's chat API has them.
+SAME: dict[str, tuple[list[Any], list[Any]]] = {
+    "text": ([{**ASK, "content": [text("so"), text("rt", "input_text")]}, says(text("blue", "output_text"))], [ASK, {"role": "assistant", "content": "blue"}]),
+    "reasoning with text": ([ASK, says(text("hm", "reasoning"), text("blue"))], [ASK, THINKS]),
+    "Anthropic": ([ASK, says({"type": "thinking", "thinking": "hm", "signature": "x"}, text("blue"))], [ASK, THINKS]),
+    "Mistral": ([ASK, says({"type": "thinking", "thinking": [text("h"), text("m")]}, text("blue"))], [ASK, THINKS]),
+    "OpenAI's responses": ([ASK, says({"type": "reasoning", "content": [], "summary": [text("hm", "summary_text")]}, text("blue", "output_text"))], [ASK, THINKS]),
+    "a summary": ([ASK, says(text("h", "summary_text"), text("m", "summary_text"), text("blue"))], [ASK, {**THINKS, "reasoning_content": "h\n\nm"}]),
+    "Gemini": ([ASK, {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "blue"}]}], [ASK, THINKS]),
+    "in a field too": ([ASK, says(text("hm", "thinking"), text("blue"), reasoning_content="hm")], [ASK, THINKS]),
+    "a list in a field": ([ASK, {**THINKS, "reasoning_content": [text("hm", "summary_text")]}], [ASK, THINKS]),
+    "reasoning alone": ([ASK, says(text("hm", "reasoning"))], [ASK, {**THINKS, "content": ""}]),
+    "a call and its result": (
+        [ASK, says(text("so"), {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}), {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [text("2")]}, text("sort")]}],
+        [ASK, CALLS, RESULT, ASK],
+    ),
+    "a call alone": ([ASK, says({"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'})], [ASK, {"role": "assistant", "tool_calls": CALLS["tool_calls"]}]),
+    "a call in a field too": ([ASK, says(text("so"), {"type": "tool_use", "name": "add", "input": {"a": 1}}, tool_calls=[{"id": "c1", **CALL}])], [ASK, CALLS]),
+    "parameters": ([ASK, {"role": "assistant", "tool_calls": [{"name": "add", "parameters": {"a": 1}}]}], [ASK, {"role": "assistant", "tool_calls": [CALL]}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_parts_are_what_their_types_say(name: str) -> None:
+    parts, fields = SAME[name]
+    assert read([*parts, THINKS]).messages == [*fields, THINKS]
+
+
+def test_parts_mean_the_same_in_every_format_and_in_prompts() -> None:
+    answer = says(text("hm", "reasoning"), text("blue"))
+    for row_format, row in {
+        "prompt_completion": {"prompt": [ASK], "completion": [answer]},
+        "label": {"messages": [ASK, answer], "label": True},
+        "preference": {"prompt": [ASK], "chosen": [answer], "rejected": [{**THINKS, "content": "red"}]},
+    }.items():
+        content = FORMATS[row_format].read(row)
+        chat = content.answers[0] if isinstance(content, PreferenceRow) else content
+        assert isinstance(chat, Chat) and chat.messages == [ASK, THINKS], row_format
+    _, prompt, _ = RequestedFormat().prompt({"prompt": [ASK, answer, ASK]})
+    assert isinstance(prompt, Chat) and prompt.messages == [ASK, THINKS, ASK]
+
+
+# The reason -> a turn behind a question.
+BAD: dict[str, dict[str, Any]] = {
+    "turn 2: a part of its content is tool_result, and only text": says(text("blue", "tool_result")),
+    "turn 2: a part of its content is redacted_thinking, and only text": says({"type": "redacted_thinking", "data": "x"}),
+    "turn 2: a part of its content is functionCall, and only text": says({"functionCall": {"name": "add"}}),
+    "turn 2: a part of its content is reasoning, which only an answer can have": {**ASK, "content": [text("hm", "reasoning")]},
+    "turn 2: a part of its content is tool_use, which only an answer can have": {**ASK, "content": [{"type": "tool_use"}]},
+    "turn 2: a part of its content is document, and only text": {**ASK, "content": [text("x", "document")]},
+    "turn 2: its parts are not in the order": says(text("blue"), text("hm", "reasoning")),
+    "turn 2: its reasoning in reasoning_content is another": says(text("hm", "reasoning"), text("a"), reasoning_content="ah"),
+    "turn 2: its reasoning has no text": says({"type": "reasoning", "encrypted_content": "x"}, text("blue")),
+    "turn 2: its tool calls are others": says({"type": "tool_use", "name": "go", "input": {}}, tool_calls=[CALL]),
+    "turn 2: a tool call without a name": says({"type": "tool_use", "input": {}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_parts_of_no_known_meaning_are_refused_by_name(reason: str) -> None:
+    with pytest.raises(BadRow, match=reason):
+        read([ASK, BAD[reason], THINKS])
+
+
+DAY, PRICE = datetime.date(2026, 1, 2), decimal.Decimal("1.50")
+MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+# In the order that tables of older pyarrow have.
+VALUES = {"at": MOMENT, "count": decimal.Decimal(2), "day": DAY, "ids": [DAY], "price": PRICE}
+PLAIN = {"at": "2026-01-02T03:04:05+00:00", "count": 2, "day": "2026-01-02", "ids": ["2026-01-02"], "price": 1.5}
+
+
+def with_values(values: dict[str, Any]) -> dict[str, Any]:
+    """A row with values in a call, in its result and in the tool's description."""
+    call = {"function": {"name": "add", "arguments": values}}
+    messages = [ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": values}, THINKS]
+    return {"messages": messages, "tools": {"name": "add", "parameters": {"default": values}}}
+
+
+def test_values_of_tables_reach_tools_as_those_of_json(tmp_path: Path) -> None:
+    def shown(path: Path) -> Chat:
+        [row] = rows_of(path)
+        return read(**row)
+
+    plain = shown(write_jsonl(tmp_path / "a.jsonl", [with_values(PLAIN)]))
+    assert json.loads(plain.messages[2]["content"]) == PLAIN
+    assert plain.tools == [{"name": "add", "parameters": {"default": PLAIN}}]
+    table = pyarrow.Table.from_pylist([{"tools": with_values(VALUES)["tools"], "values": VALUES}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    [row] = rows_of(tmp_path / "a.parquet")
+    assert read(**with_values(row["values"]) | {"tools": row["tools"]}) == plain
+    assert shown(Path(_in_file([with_values(VALUES)]))) == plain
+    numpy = {**VALUES, "count": np.int64(2), "price": np.float64(1.5)}
+    assert read(**with_values(numpy)) == plain
+
+
+def test_a_value_that_json_cannot_have_is_named() -> None:
+    for value, reason in (
+        (decimal.Decimal("0.12345678901234567890"), "more digits"),
+        (b"x", "cannot represent|cannot be JSON"),
+    ):
+        with pytest.raises(BadRow, match=reason):
+            read(**with_values({"value": value}))
+    assert read(**with_values({"id": uuid.UUID(int=1)})).tools
+
+
+def test_tools_may_be_one_object_or_its_text() -> None:
+    tool = {"name": "add", "parameters": {}}
+    for tools in (tool, [tool], json.dumps(tool), json.dumps([tool]), [json.dumps(tool)]):
+        assert read([ASK, THINKS], tools=tools).tools == [tool]
+    with pytest.raises(BadRow, match="tools is not a list of objects"):
+        read([ASK, THINKS], tools={"add": {}})
