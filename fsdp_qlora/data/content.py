@@ -3,11 +3,11 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -72,6 +72,8 @@ class Fields:
     """Earlier (instruction, response) pairs."""
     shows: Row | None = None
     """The row, if it has images: then it is a chat."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """As in `Chat`, where the fields become one."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Chat:
     """Names of what turns have besides."""
     images: tuple[Image, ...] = ()
     """The images in the order in which messages show them, as parts of type image. Then all contents are in parts."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the row sets, such as enable_thinking."""
 
     def refuse_unanswered(self) -> None:
         """Raise BadRow if the assistant says nothing."""
@@ -140,6 +144,19 @@ Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 
 PromptContent = Fields | Chat | Rendered
 """A prompt: what a row holds in front of its answer."""
+NO_CHAT = "the row is no chat, so what it has for a chat template is not used"
+AnyContent = TypeVar("AnyContent", bound=Content)
+
+
+def with_template_kwargs(content: AnyContent, kwargs: Mapping[str, Any]) -> AnyContent:
+    """The same with variables for its chat template."""
+    if not kwargs or isinstance(content, list):
+        return content
+    if isinstance(content, PreferenceRow):
+        return dataclasses.replace(content, answers=[with_template_kwargs(each, kwargs) for each in content.answers])
+    if isinstance(content, Rendered):
+        return dataclasses.replace(content, notes=(*content.notes, NO_CHAT))
+    return dataclasses.replace(content, template_kwargs=kwargs)
 
 
 def without_answer(content: Content) -> PromptContent:

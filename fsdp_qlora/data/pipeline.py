@@ -5,7 +5,7 @@ import dataclasses
 import json
 import logging
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,17 +36,19 @@ from fsdp_qlora.data.content import (
     Rendered,
     Row,
     prompt_text,
+    with_template_kwargs,
 )
 from fsdp_qlora.data.sources import source as sources
 from fsdp_qlora.data.sources.dataset_name import parse_name
 from fsdp_qlora.data.sources.files import ChooseColumns
 from fsdp_qlora.data.sources.source import Entry, Source
 from fsdp_qlora.data.text import preferences
-from fsdp_qlora.data.text.chat_template import TemplateWorker
-from fsdp_qlora.data.text.formats import FORMATS
+from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
+from fsdp_qlora.data.text.formats import FORMATS, Format
 from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.recognition import IGNORE, Reading, RequestedFormat, parse_columns, reads
 from fsdp_qlora.data.text.rendering import Renderer, over_workers
+from fsdp_qlora.data.text.template_kwargs import COLUMN, columns_of, read_kwargs, read_with_kwargs
 from fsdp_qlora.data.text.templates import as_chat, find_template
 from fsdp_qlora.utils.errors import UserError
 
@@ -147,13 +149,31 @@ class DatasetPipeline:
         text = options.text
         self.template = find_template(text.prompt_template)
         self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
-        self.used: ChooseColumns = tuple if text.makes_rows or text.has_teacher else self.requested.used
+        self._chat_template = ChatTemplate(tokenizer, self.template.chat)
+        self.used: ChooseColumns = tuple if text.makes_rows or text.has_teacher else self._used
         self.prompts: list[Prompt] = []
         [dataset] = map(parse_name, options.dataset)
         self.source = source or sources.find_source(dataset)
         self.samples = options.dataset_samples or sources.DEFAULT_SAMPLES.get(dataset.name)
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
         self._reading: Reading | None = None  # known from the first rows on
+        self._kwargs: dict[str, str] = {}  # of `_find_kwargs`
+
+    def _used(self, columns: Sequence[str]) -> set[str]:
+        """The columns that the rows' format or the chat template may use."""
+        renames = self.requested.renames
+        all_names = [renames.get(column, column) for column in columns]
+        may_be = columns_of(columns, renames, self._chat_template.source, lambda: all_names)
+        return self.requested.used(columns) | may_be.keys()
+
+    def _find_kwargs(self, row_format: Format, used: Collection[str] = ()) -> None:
+        """Find the columns that set variables of the chat template, if rows of this format may be chats."""
+        if not (row_format.may_be_chat or self.template.is_chat):
+            self._kwargs = {}
+            return
+        template, others = self._chat_template, [column for column in self._columns if column not in used]
+        ask = partial(template.variables, self.workers[0])
+        self._kwargs = columns_of(others, self.requested.renames, template.source, ask)
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there.
@@ -240,6 +260,7 @@ class DatasetPipeline:
         if text.has_teacher:
             taught = partial(preferences.read_taught, asked=row_format.asks[0], read=row_format.read)
             row_format = dataclasses.replace(row_format, read=taught, row_kind=text.row_kind)
+        row_format = dataclasses.replace(row_format, read=partial(read_with_kwargs, read=row_format.read))
         renderer = Renderer(
             self.tokenizer, self.template, text.learn, row_format.template, self.workers, text.image_processor
         )
@@ -256,14 +277,17 @@ class DatasetPipeline:
             reading = requested.find(list(self._columns), first_rows, report.origin)
             self._reading = reading if self.options.text.image_processor else reading.without_images()
             _check_objective(self._reading, self.options.text, first_rows, report.origin)
+            self._find_kwargs(FORMATS[reading.dataset_format], self._reading.names)
         report.dataset_format = self._reading.dataset_format
         teachers = preferences.TEACHERS if self.options.text.has_teacher else ()
-        report.unused_columns = [column for column in self._columns if column not in {*self._reading.names, *teachers}]
+        used = {*self._reading.names, *teachers, *self._kwargs}
+        report.unused_columns = [column for column in self._columns if column not in used]
         named: list[tuple[int, Row]] = []
         for row_number, row, folder in rows:
             try:
                 of_teacher = {name: row[name] for name in teachers if name in row}
-                named.append((row_number, {**self._reading.named(row), **of_teacher, FOLDER: folder}))
+                beside = {**of_teacher, FOLDER: folder, COLUMN: read_kwargs(row, self._kwargs)}
+                named.append((row_number, {**self._reading.named(row), **beside}))
             except BadRow as reason:
                 report.reject(row_number, str(reason))
         return named
@@ -272,9 +296,11 @@ class DatasetPipeline:
         self, rows: Sequence[tuple[int, Row, str]], report: DataReport
     ) -> tuple[TokenizedRows, list[int]]:
         """Add prompts, each with all columns, to `prompts`; return their tokens, and with a completion their number."""
-        is_first = not self._columns
+        num_columns = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row, _ in rows for column in row))
-        if is_first:
+        if len(self._columns) > num_columns:
+            self._find_kwargs(FORMATS["messages"])
+        if not num_columns:
             self.requested.check(list(self._columns), report.origin)
         renderers, text = dict[str, Renderer](), self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
@@ -287,6 +313,8 @@ class DatasetPipeline:
             contents = [content]
             if text.has_teacher or (may_be_taught and any(map(row.get, preferences.TEACHERS))):
                 contents.append(self.requested.prompt(row, for_teacher=True)[1])
+            kwargs = read_kwargs(row, self._kwargs)
+            contents = [with_template_kwargs(each, kwargs) for each in contents]
             return name, content, [renderers[name].prompt(each, worker) for each in contents], _right_answer(row, said)
 
         kept, lengths = list[Prompt](), list[int]()

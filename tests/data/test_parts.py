@@ -137,6 +137,20 @@ def test_values_of_tables_reach_tools_as_those_of_json(tmp_path: Path) -> None:
     assert read(**with_values(numpy)) == plain
 
 
+def test_the_answer_of_a_tool_is_text_or_parts_or_json() -> None:
+    for content, words in (
+        ("2", "2"),
+        ([text("2")], "2"),
+        ([{"text": "2"}], "2"),
+        ([{"title": "a", "text": "2"}], '[{"title": "a", "text": "2"}]'),
+        (["2", 3], '["2", 3]'),
+        (2.5, "2.5"),
+        (DAY, "2026-01-02"),
+        ([], ""),
+    ):
+        assert read([ASK, CALLS, {"role": "tool", "content": content}, THINKS]).messages[2]["content"] == words
+
+
 def test_a_value_that_json_cannot_have_is_named() -> None:
     for value, reason in (
         (decimal.Decimal("0.12345678901234567890"), "more digits"),

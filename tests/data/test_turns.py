@@ -101,6 +101,7 @@ TEMPLATES = {
     "opens a block that turns have without a line": template(
         bot="<bot><think>{{ m.thinking }}</think>{{ m.content }}<end>\n", prompt="<bot><think>\n"
     ),
+    "ends the prompt with what no turn has": template(prompt="<bot><now>\n"),
     "has reasoning in parts": template(
         bot="<bot>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
         "{{ '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{% endif %}<end>"
@@ -140,6 +141,7 @@ def rendered(
             "turns": Chat(messages).learned_turns(learn),
             "apart": True,
             "variables": {"bos_token": "<s>", "eos_token": "</s>"},
+            "given": [],
             "end_tokens": END_TOKENS,
         }
     )
@@ -215,6 +217,7 @@ BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
     (BEHIND, "words and reasoning"): ([*WORDS[:3], thought("it is 2")], ["<call>addlet me see</call>", "<think>hm</think>it is 2<end>"]),
     ("closes an empty block in the prompt", "no reasoning"): (TWO, ["go on<end>", "no<end>"]),
     ("opens a block that turns have without a line", "no reasoning"): (TWO, ["</think>go on<end>", "</think>no<end>"]),
+    ("ends the prompt with what no turn has", "two turns"): (TWO, ["go on<end>", "no<end>"]),
     ("has reasoning in parts", "in a field"): ([TWO[0], thought("no")], ["[THINK]hm[/THINK]no<end>"]),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.data.content import ENDED_WORKERS, BadRow, Chat, Segment
 from fsdp_qlora.data.text.conversation import (
+    LEFT_OUT,
     Conversation,
     Message,
     Span,
@@ -24,6 +25,7 @@ from fsdp_qlora.data.text.conversation import (
     with_thoughts,
     written,
 )
+from fsdp_qlora.data.text.template_kwargs import COLUMN, unused
 from fsdp_qlora.distributed.supervision.clock import Worker, limit_memory
 from fsdp_qlora.utils.errors import UserError
 
@@ -109,13 +111,30 @@ class ChatTemplate:
         """The text of a conversation. Raises as `fill` does."""
         return str(self._ask(worker, chat, add_generation_prompt=add_generation_prompt)["text"])
 
+    @property
+    def source(self) -> str:
+        """The text of the template, or of all where the tokenizer has several; "" if it has none."""
+        templates = self._template or self._tokenizer.chat_template or ""
+        return templates if isinstance(templates, str) else "\n".join(templates.values())
+
+    def variables(self, worker: TemplateWorker) -> set[str]:
+        """The names of what the template reads, and a row may set; none of one that is not valid."""
+        try:
+            return set(worker.ask({"variables_of": self.source}).get("names", ()))
+        except BadRow:
+            return set()
+
     def _ask(self, worker: TemplateWorker, chat: Chat, **request: object) -> dict[str, Any]:
+        if clash := [name for name in chat.template_kwargs if name in self._variables]:
+            raise BadRow(f"{COLUMN}: a row cannot set {clash[0]}")
         try:
             template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
         except ValueError as error:
             raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
         request |= {"template": template, "messages": chat.messages, "tools": chat.tools}
-        reply = worker.ask({**request, "variables": self._variables, "end_tokens": self._end_tokens})
+        given = [name for name, value in chat.template_kwargs.items() if value not in (None, "", [], {})]
+        request |= {"variables": {**self._variables, **chat.template_kwargs}, "given": given}
+        reply = worker.ask({**request, "end_tokens": self._end_tokens})
         if "error" in reply:
             raise BadRow(reply["error"])
         if "fatal" in reply:
@@ -142,13 +161,16 @@ _FIXED_DAY = (
     "| replace('%m', '07') | replace('%Y', '2024') }}{% endmacro %}\n"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATIONS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # also what ends one
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": [(text, spans)], "notes"} or {"text"}; or {"error"}, or {"fatal"} for what every row would meet."""
+    """{"rows": [(text, spans)], "notes"}, {"text"}, {"names"}; or {"error"}, or {"fatal"} for what every row meets."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    if "variables_of" in request:
+        return {"names": _variables_of(request["variables_of"])}
     template = request["template"]
     if "strftime_now" in template:
         template = _FIXED_DAY + template
@@ -174,7 +196,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"text": written(prompt, request["messages"], request["tools"])}
         whole = written(conversation, request["messages"], request["tools"])
         rows, notes = learned_rows(whole, request["turns"], apart=request["apart"])
-        return {"rows": rows, "notes": [*left_out(whole.messages, request["tools"], whole.text), *notes]}
+        lost = [*left_out(whole.messages, request["tools"], whole.text), *unused(request["given"], template)]
+        return {"rows": rows, "notes": [*map(LEFT_OUT.format, lost), *notes]}
     except BadRow as error:
         return {"error": str(error)}
     except jinja2.TemplateSyntaxError as error:
@@ -186,6 +209,30 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # a template can raise anything
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return {"error": f"the chat template refuses it: {reason} (--prompt_template takes another)"}
+
+
+def _variables_of(template: str) -> list[str]:
+    """The names that a template wants to be given; none if it is not valid.
+
+    It reads them before it sets them. Where it also sets them, it asks whether they are given.
+    """
+    import jinja2.meta
+    from jinja2.nodes import Filter, Name, Test
+
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(_GENERATIONS.sub("", template))
+        names = jinja2.meta.find_undeclared_variables(tree)
+    except (jinja2.TemplateError, RecursionError, MemoryError):
+        return []
+    asked = {node.node for node in tree.find_all((Filter, Test)) if node.name in _ASKS_WHETHER_GIVEN}
+    asked_names = {node.name for node in asked if isinstance(node, Name)}
+    set_names = {node.name for node in tree.find_all(Name) if node.ctx == "store"}
+    parameters = {node.name for node in tree.find_all(Name) if node.ctx == "param"}  # of macros
+    return sorted(names - (set_names - asked_names) - parameters)
+
+
+_ASKS_WHETHER_GIVEN = ("defined", "undefined", "default", "d")
 
 
 def work() -> None:

@@ -128,10 +128,10 @@ def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str
 
 
 def _result(content: object) -> object:
-    """What a tool answers: text, or parts; any other value as JSON."""
+    """The answer of a tool: text, or parts; any other value as JSON."""
     value = plain_value(content)
     is_listed = isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
-    is_parts = is_listed and all("text" in part or isinstance(part.get("type"), str) for part in value)
+    is_parts = is_listed and all(part.keys() == {"text"} or isinstance(part.get("type"), str) for part in value)
     if value is None or isinstance(value, str) or is_parts:
         return content if is_parts else value
     try:
@@ -171,7 +171,7 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
         function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"{where}: a tool call without a name")
-        arguments = next((function[name] for name in ARGUMENTS if function.get(name)), {})
+        arguments: Any = next((function[name] for name in ARGUMENTS if function.get(name)), {})
         if isinstance(arguments, str):
             arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
         if not isinstance(arguments, dict):

@@ -18,7 +18,13 @@ Render = Callable[..., tuple[str, Sequence[Span]]]
 """(messages, add_generation_prompt=False) -> the text, and what the template marks as generated."""
 
 # How chat templates begin and end reasoning. The first is also how contents have it, which a template may leave out.
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+)
 BEGINS, ENDS = THOUGHTS[0]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -29,10 +35,10 @@ LEFT_OUT = "the chat template leaves out what the row has for: {}"
 
 
 class Prompt(NamedTuple):
-    """What is before a turn."""
+    """The text before a turn."""
 
     asked: str
-    """What the model gets, perhaps without the block for reasoning that it opens and the turn has not."""
+    """The text that the model gets, perhaps without the block for reasoning that it opens and the turn has not."""
     written: str
     """How a conversation with the turn begins, if its template writes the turns before as it does in the prompt."""
     opening: str
@@ -154,6 +160,8 @@ class Conversation:
                 place = min(bounds.words, bounds.end)
             if bounds.earliest <= place:
                 return self._own(prompt, place + len(prompt.opening))
+        if bounds and bounds.earliest <= bounds.words and prompts[0].asked.startswith(self.text[: bounds.words]):
+            return self._own(prompts[0], bounds.words)  # the prompt ends with something that no turn has
         return None
 
     def _own(self, prompt: Prompt, place: int) -> Own:
@@ -321,7 +329,7 @@ def _check_written(turn: int, message: Message, written: str) -> None:
 
 
 def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
-    """Notes on what a template leaves out of a conversation besides the assistant's turns."""
+    """The roles whose messages a template leaves out, without the assistant's, and "tools" if it leaves them out."""
     written = _squeezed(text)
     roles = dict.fromkeys(
         message["role"]
@@ -332,14 +340,14 @@ def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: 
     functions = [tool.get("function", tool) for tool in tools or []]
     names = [tool["name"] for tool in functions if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
     lost_tools = ["tools"] if names and not any(name in text for name in names) else []
-    return [LEFT_OUT.format(what) for what in [*roles, *lost_tools]]
+    return [*roles, *lost_tools]
 
 
 # --- what templates want of a conversation ---
 
 
 def written(make: Callable[[list[Message], Tools], T], messages: list[Message], tools: Tools) -> T:
-    """What `make` makes of the first way of writing a conversation that the template takes."""
+    """The result of `make` for the first way of writing a conversation that the template takes."""
     import jinja2
 
     for way in _ways(messages, tools):

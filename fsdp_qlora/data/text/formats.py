@@ -49,6 +49,11 @@ class Format:
     row_kind: RowKind = TEXTS
     """The kind of rows for objectives."""
 
+    @property
+    def may_be_chat(self) -> bool:
+        """Whether rows may be for a chat template, whatever --prompt_template is."""
+        return self.content is Chat or "tools" in self.optional_columns
+
     def prompt(self, row: Row) -> tuple[PromptContent, str | None]:
         """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it. Raises BadRow."""
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")

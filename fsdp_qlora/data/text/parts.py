@@ -18,7 +18,7 @@ _PARAGRAPH = "\n\n"
 
 
 class Said(NamedTuple):
-    """What an assistant's turn says."""
+    """The parts of a turn, by their meaning."""
 
     content: object
     """Text, or parts of text and images; None where all parts were reasoning and calls."""

@@ -9,7 +9,18 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.content import BadRow, Chat, Content, Fields, PreferenceRow, PromptContent, Rendered, Row, Segment
+from fsdp_qlora.data.content import (
+    BadRow,
+    Chat,
+    Content,
+    Fields,
+    PreferenceRow,
+    PromptContent,
+    Rendered,
+    Row,
+    Segment,
+    with_template_kwargs,
+)
 from fsdp_qlora.data.text.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.text.chats import read_chat
 from fsdp_qlora.data.text.formats import FORMATS
@@ -86,9 +97,13 @@ class Renderer:
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields) and content.shows:
-            content = read_chat(content.shows, as_chat(content).messages)
+            chat = read_chat(content.shows, as_chat(content).messages)
+            content = with_template_kwargs(chat, content.template_kwargs)
+        if isinstance(content, Fields) and not self._is_chat:
+            filled = Rendered(self._prompt.fill(content), "template")
+            content = with_template_kwargs(filled, content.template_kwargs)
         if isinstance(content, Fields):
-            content = as_chat(content) if self._is_chat else Rendered(self._prompt.fill(content), "template")
+            content = as_chat(content)
         if isinstance(content, Chat):
             content.refuse_unanswered()
             if content.images and self._image_processor is None:

@@ -169,4 +169,4 @@ def as_chat(fields: Fields) -> Chat:
     last = (f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction, fields.response)
     for instruction, response in (*fields.history, last):
         messages += [{"role": "user", "content": instruction}, {"role": "assistant", "content": response}]
-    return Chat(messages if fields.response else messages[:-1])
+    return Chat(messages if fields.response else messages[:-1], template_kwargs=fields.template_kwargs)
