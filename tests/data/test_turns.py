@@ -106,6 +106,11 @@ TEMPLATES = {
         bot="<bot>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
         "{{ '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{% endif %}<end>"
     ),
+    "writes any role": template(user="{{ m.role + ':' + m.content }}"),
+    "knows no developer": template(
+        user="{{ m.role + ':' + m.content if m.role != 'developer' else raise_exception('unknown role') }}"
+    ),
+    "drops it": template(user="{{ m.role + ':' + m.content if m.role != 'developer' }}"),
     "wants OpenAI's tools": template(user="{{ tools[0].function.name + ' ' }}{{ m.content }}"),
     "wants a question": "{{ '' if messages else raise_exception('no message') }}" + template(),
     "wants alternate roles": template(
@@ -237,6 +242,15 @@ def test_each_turn_is_learned_behind_the_prompt_that_the_model_gets(name: str, c
 def test_reasoning_stays_where_the_prompt_has_an_empty_block() -> None:
     text = rendered("closes an empty block in the prompt", [TWO[0], FIELDS[3]])["rows"][0][0]
     assert text == "<s><user>hi<end>\n<bot><think>hm</think>no<end>\n"
+
+
+def test_the_developer_is_the_system_where_a_template_has_none() -> None:
+    messages = [{"role": "developer", "content": "be kind"}, *TWO[:2]]
+    for name, role in (("writes any role", "developer"), ("knows no developer", "system"), ("drops it", "system")):
+        assert (
+            rendered(name, messages)["rows"][0][0]
+            == f"<s><user>{role}:be kind<end>\n<user>user:hi<end>\n<bot>go on<end>\n"
+        )
 
 
 def test_tools_have_the_form_that_the_template_reads() -> None:

@@ -22,7 +22,7 @@ from fsdp_qlora.data.text.conversation import (
     Tools,
     learned_rows,
     left_out,
-    with_thoughts,
+    readable,
     written,
 )
 from fsdp_qlora.data.text.template_kwargs import COLUMN, unused
@@ -185,11 +185,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     def prompt(messages: list[Message], tools: Tools) -> str:
         bound = partial(render, tools)
-        return bound(with_thoughts(bound, messages), request["add_generation_prompt"])[0]
+        return bound(readable(bound, messages), request["add_generation_prompt"])[0]
 
     def conversation(messages: list[Message], tools: Tools) -> Conversation:
         bound = partial(render, tools)
-        return Conversation(bound, with_thoughts(bound, messages), request["end_tokens"])
+        return Conversation(bound, readable(bound, messages), request["end_tokens"])
 
     try:
         if "turns" not in request:

@@ -119,7 +119,10 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
 
 def _thoughts(turn: Mapping[str, Any], said: parts.Said, where: str) -> dict[str, str]:
     """The reasoning of an answer, from fields of its own or from parts of the content. Raises BadRow."""
-    thoughts = {name: parts.words_of(turn[name], where) for name in REASONING if turn.get(name) is not None}
+    given = {
+        name: turn[name] for name in REASONING if not isinstance(turn.get(name), bool | None)
+    }  # no text but a mark
+    thoughts = {name: parts.words_of(value, where) for name, value in given.items()}
     if not said.thought or said.thought in thoughts.values():
         return thoughts
     if any(thoughts.values()):

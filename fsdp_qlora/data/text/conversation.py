@@ -376,7 +376,26 @@ def _with_text(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
+def readable(render: Render, messages: list[Message]) -> list[Message]:
+    """Messages with roles and names that the template reads, as far as it reads some for what they say."""
+    return _with_thoughts(render, _with_system(render, messages))
+
+
+def _with_system(render: Render, messages: list[Message]) -> list[Message]:
+    """Messages whose developer is the system, which it is another name for, if the template has none."""
+    texts = [text for message in messages if message["role"] == "developer" for text in texts_of(message)]
+    if not texts:
+        return messages
+    as_system = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    for way in (messages, as_system):
+        with contextlib.suppress(Exception):  # a template can raise anything
+            written = _squeezed(render(way)[0])
+            if all(_squeezed(text) in written for text in texts):
+                return way
+    return messages
+
+
+def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
     """Messages whose reasoning has the name that the template reads, or is a part of the content if it reads that."""
     thoughts = [next(filter(None, map(message.get, REASONING)), "") for message in messages]
     if not any(thoughts):
