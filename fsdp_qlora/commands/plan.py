@@ -11,6 +11,7 @@ from fsdp_qlora.distributed.supervision.launch import importing
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
 from fsdp_qlora.utils.errors import UserError
 
+_SILENT_SECONDS = 2  # before a progress bar is shown
 _ROWS_PER_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options, with _ for -
 
 
@@ -40,12 +41,16 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.million_tokens and args.million_tokens * 1e6
     gpu = _gpu(args)
     with importing():
+        from tqdm import tqdm
+
         from fsdp_qlora.planning import offers
         from fsdp_qlora.planning.search import GpuOffer
 
     request = GpuOffer(gpu, args.num_gpus or 1, args.host_ram_gib, args.price_per_hour)
     planner = offers.make_planner(config, request, tokens)
-    planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
+    with tqdm(desc="Measuring blocks", unit=" operators", mininterval=1, leave=False, delay=_SILENT_SECONDS) as bar:
+        planner.on_operator = bar.update
+        planned = planner.fastest(keeps_rows=_keeps_rows(args, config)) if searches else [planner.as_asked()]
     if args.json:
         plans = [offers.as_json(run_plan) for run_plan in planned[:3]]
         print(json.dumps(plans if searches else plans[0], indent=1))

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,6 +230,8 @@ class Planner:
         model: built with options that differ from the variants' in the placement and the micro-batch alone.
         data: the run's rows; None for as many and as long ones as the options allow. tokens: to train on, if not those
             of the rows.
+    Attributes:
+        on_operator: as of `measure_blocks`, which takes most of the time.
     """
 
     def __init__(
@@ -241,6 +243,7 @@ class Planner:
         tokens: float | None = None,
     ) -> None:
         self.config, self.request, self.model, self.data, self._tokens = config, request, model, data, tokens
+        self.on_operator: Callable[[], object] = lambda: None
         self._size = size_of(model.meta.parts)._replace(trains=bool(config.optimizer))
         self._rows: dict[tuple[int, ...], PlannedRows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
@@ -280,7 +283,14 @@ class Planner:
         """Bytes that each block keeps and needs for a micro-batch that so many ranks share."""
         key, model = (shares, *lengths.of_documents, *(lengths.shared or ())), self.model
         if key not in self._blocks:
-            measured = measure_blocks(model.meta.parts, model.precision, lengths, model.documents, num_parts=shares)
+            measured = measure_blocks(
+                model.meta.parts,
+                model.precision,
+                lengths,
+                model.documents,
+                num_parts=shares,
+                on_operator=self.on_operator,
+            )
             self._blocks[key] = measured
         return self._blocks[key]
 

@@ -1,5 +1,6 @@
 """Where auto puts a model: by the sizes, and alike on all ranks."""
 
+import copy
 import inspect
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, Gemma3Config, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from fsdp_qlora.config.options import TrainConfig
@@ -22,6 +24,7 @@ from fsdp_qlora.model.architecture.attention import choose as choose_attention
 from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.model_parts import ModelParts, Offload
+from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.planning.blocks import BlockBytes, CountedStorages, measure_blocks
 from fsdp_qlora.planning.fit import (
     Placement,
@@ -153,6 +156,14 @@ def _parts(train_type: str = "qlora", config: PretrainedConfig = LLAMA) -> Model
     return meta.parts
 
 
+class CountedOperators(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
     tokens, hidden, inner, heads = 1024, 4096, 12288, 32 * 128
     groups = heads if REPEATS_KEYS else 8 * 128
@@ -181,6 +192,24 @@ def test_scores_of_eager_attention_and_all_experts_are_counted() -> None:
     # Of each token's four experts gate and up, and what the activation and its product with up make of them.
     repeated = 2 * 128 if REPEATS_KEYS else 0
     assert block.kept == pytest.approx(2 * 512 * (4 * 4 * 128 + 4 * 256 + 2 * 256 + 128 + repeated), rel=0.1)
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_experts_of_equal_sizes_are_measured_once(train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(routed.GROUP_BYTES, "cpu", 0)  # an expert at a time, as large ones are
+
+    def measured(num_experts: int) -> tuple[list[BlockBytes], int]:
+        mixture = copy.deepcopy(MIXTURE)
+        mixture.num_experts = num_experts
+        with CountedOperators() as operators:
+            blocks = measure_blocks(_parts(train_type, mixture), BF16, Lengths([15 * 47]), None)
+        return blocks, operators.count
+
+    found, counts = zip(*map(measured, (16, 48)), strict=True)
+    assert counts[0] == counts[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(routed, "_without_repeats", lambda groups: groups)
+        assert measured(48)[0] == found[1]
 
 
 def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:

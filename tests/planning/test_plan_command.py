@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from benchmarks import published_runs
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpoint.run_folder import RUN_KEYS
+from fsdp_qlora.commands import plan
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.layout import Layout
 from fsdp_qlora.model.architecture.models import build_meta_model
@@ -153,6 +154,15 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]
     assert "--use_cpu_offload true" in settings and "--nproc_per_node 2" in settings
+
+
+def test_a_plan_shows_progress_beside_its_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_SILENT_SECONDS", 0, raising=False)
+    main(["plan", "--gpu", "H100", "--model_name", "qwen3-0.6b"])
+    captured = capsys.readouterr()
+    assert "Measuring blocks" in captured.err and "Measuring" not in captured.out
 
 
 def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:

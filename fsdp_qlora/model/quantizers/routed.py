@@ -289,11 +289,29 @@ def _multiply(
     weights = math.prod(base.shape[1:]) * dtype.itemsize
     row = sum(base.shape[1:]) * dtype.itemsize + (0 if shares is None else features * (dtype.itemsize + 4))
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
-    call = _Call(choices.groups(weights, row, most), product, choices.tokens, gathers, transposed, out)
+    groups = choices.groups(weights, row, most)
+    if x.is_meta:
+        groups = _without_repeats(groups)
+    call = _Call(groups, product, choices.tokens, gathers, transposed, out)
     if not is_plain and base.bring:
         base.bring([expert for group in call.groups for expert in group.experts])
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
     return y
+
+
+def _without_repeats(groups: list[Group]) -> list[Group]:
+    """The groups but for those that take the same memory as an earlier one, which is all that is asked on meta.
+
+    A group is computed while the results of the one before are still there, so that their sizes count too.
+    """
+    kept, seen, before = [], set[tuple[int, ...]](), (0, 0)
+    for group in groups:
+        sizes = len(group.experts), group.ends[-1]
+        if group is groups[-1] or (*before, *sizes) not in seen:
+            kept.append(group)
+        seen.add((*before, *sizes))
+        before = sizes
+    return kept
 
 
 class _RoutedProduct(torch.autograd.Function):
