@@ -23,7 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
-from fsdp_qlora.planning.offers import KNOWN_MODELS, known_config
+from fsdp_qlora.planning.known_models import KNOWN_MODELS
+from fsdp_qlora.planning.offers import known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.sharding.parallelize import fsdp_modules, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
@@ -73,8 +74,8 @@ def parts_of_gathers(model: PreTrainedModel) -> Iterator[tuple[int, int]]:
 def main() -> int:
     rows: dict[str, dict[str, list[Any]]] = {}
     for name, sizes in KNOWN_MODELS.items():
-        if isinstance(sizes, str):
-            continue  # another name of one that is counted
+        if "model_type" not in sizes:
+            continue  # has the sizes of one that is counted
         config = known_config(name)
         assert config is not None
         config.num_hidden_layers = 1  # all blocks have the same sizes

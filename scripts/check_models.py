@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 from huggingface_hub import hf_hub_download
 
-from fsdp_qlora.planning.offers import KNOWN_MODELS, config_of
+from fsdp_qlora.planning.known_models import KNOWN_MODELS
+from fsdp_qlora.planning.offers import config_of
 from fsdp_qlora.utils.text import first_line
 
 _NO_SIZES = {"hub", "model_type", "pad_token_id", "max_position_embeddings"}
@@ -33,7 +34,7 @@ def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     table = yaml.safe_load(Path(argv[0]).read_text()) if argv else KNOWN_MODELS
-    models = {name: sizes for name, sizes in table.items() if isinstance(sizes, dict)}
+    models = {name: sizes for name, sizes in table.items() if "model_type" in sizes}
     keys, status = {key for sizes in models.values() for key in sizes} - _NO_SIZES, 0
     for name, sizes in models.items():
         try:
@@ -42,7 +43,9 @@ def main(argv: list[str]) -> int:
         except (OSError, ValueError) as error:  # the client's errors of the network and the hub are OSErrors
             found, status = [f"cannot be read: {first_line(error)}"], 2
         print(f"{name} ({sizes['hub']}): {'; '.join(found) or 'as on the hub'}", flush=True)
-    if unknown := [name for name, sizes in table.items() if isinstance(sizes, str) and sizes not in models]:
+    others = {name: entry for name, entry in table.items() if name not in models}
+    same = {name: entry if isinstance(entry, str) else entry["sizes_of"] for name, entry in others.items()}
+    if unknown := [name for name, model in same.items() if model not in models]:
         print(f"names of no model: {', '.join(unknown)}")
     return max(status, int(bool(unknown)))
 

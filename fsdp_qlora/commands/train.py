@@ -129,9 +129,7 @@ def refuse_names(config: TrainConfig) -> None:
     from fsdp_qlora.utils import hub
 
     if not is_started_by_others() and not hub.is_here(config.model_name):
-        hub.find_model_folder(
-            config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
-        )
+        _find_on_hub(config.model_name, with_code=config.trust_remote_code)
     wanted = recognition.RequestedFormat(config.dataset_format, recognition.parse_columns(config.columns))
     for name in map(parse_name, config.dataset):
         path = Path(name.name).expanduser()
@@ -144,6 +142,19 @@ def refuse_names(config: TrainConfig) -> None:
             columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
             if rows:
                 wanted.find(columns, first, source.origin)
+
+
+def _find_on_hub(model_name: str, *, with_code: bool) -> None:
+    """Download a model's small files. Raises UserError, for a name that only `plan` knows with the hub's."""
+    from fsdp_qlora.planning.known_models import hub_name
+    from fsdp_qlora.utils import hub
+
+    try:
+        hub.find_model_folder(model_name, with_weights=False, with_code=with_code, is_preview=True)
+    except UserError as error:
+        full = hub_name(model_name)
+        hint = f" On the hub it is {full}." if full != model_name else ""
+        raise UserError(f"{error}{hint}") from error
 
 
 def _missing(config: TrainConfig) -> Iterator[str]:

@@ -1,16 +1,14 @@
 """Plans a run on GPUs that are offered elsewhere: whether it fits, with which settings, how long, for how much."""
 
 import dataclasses
-import difflib
 import logging
-import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import transformers
-import yaml
 from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
@@ -19,6 +17,7 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.data.batches.taught import bytes_per_token
 from fsdp_qlora.model.architecture.models import at_most_positions, load_config, load_tokenizer
 from fsdp_qlora.model.model_parts import count_parameters
+from fsdp_qlora.planning.known_models import hub_name, known_sizes, names_near
 from fsdp_qlora.planning.placement import adapter_bytes
 from fsdp_qlora.planning.plan import build_plan, notes_of
 from fsdp_qlora.planning.run_rows import plan_generation
@@ -136,12 +135,15 @@ def _speed_line(run: PlannedRun) -> str:
 
 
 def command_line(run: PlannedRun) -> str:
-    """The settings that `train` takes: what the options say, and the placement that was chosen."""
+    """The command that trains so, for a shell: the model, the rows, what the options say, and the chosen placement."""
     config, chosen = run.config, run.placed.placement.options
-    options = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
+    options = {"model_name": trained_name(config.model_name), "dataset": config.dataset}
+    options |= {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)} | options
+    if config.teacher:
+        options["teacher"] = trained_name(config.teacher)
     options |= {"nproc_per_node": run.request.num_gpus, **chosen}
     options.pop("dry_run", None)
-    words = [f"--{name} {value_text(value)}" for name, value in options.items() if value is not None]
+    words = [f"--{name} {shlex.quote(value_text(value))}" for name, value in options.items() if value is not None]
     return f"fsdp-qlora train {' '.join(words)}"
 
 
@@ -190,17 +192,9 @@ def describe_fastest(runs: Sequence[PlannedRun]) -> Iterator[str]:
 # --- the model ---
 
 
-# The configs of well-known models by name, so that a plan needs no network.
-KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
-_SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|bf16|v0\.\d|\d{4}))+$")
-
-
 def known_config(name: str) -> PretrainedConfig | None:
     """The configuration of a well-known model by its name, with or without owner and suffix; None of another."""
-    plain = name.lower().rpartition("/")[2].replace("meta-", "")
-    names = map(_letters, (plain, _SUFFIXES.sub("", plain)))
-    entry = next((KNOWN_MODELS[_NAMES[name]] for name in names if name in _NAMES), None)
-    sizes = KNOWN_MODELS[entry] if isinstance(entry, str) else entry
+    sizes = known_sizes(name)
     return None if sizes is None else config_of(sizes)
 
 
@@ -213,12 +207,12 @@ def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.for_model(**usual | {name: size for name, size in sizes.items() if name != "hub"})
 
 
-def _letters(name: str) -> str:
-    """A name without what stands between its words: llama-3.1-70b is written as llama3.1:70b too."""
-    return re.sub(r"[-_: ]", "", name)
-
-
-_NAMES = {_letters(name): name for name in KNOWN_MODELS}
+def trained_name(name: str) -> str:
+    """The --model_name with which a model that was planned is trained: a folder, or the hub's name with its owner."""
+    path = Path(name).expanduser()
+    if path.is_file():  # a config.json
+        return str(path.parent)
+    return name if path.is_dir() else hub_name(name)
 
 
 def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
@@ -234,7 +228,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
         return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
     config = None if path.is_dir() else known_config(name)
     if config is not None:
-        cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None
+        cached = try_to_load_from_cache(hub_name(name), "config.json")
         if not isinstance(cached, str):
             return config, None
         path = Path(cached).parent
@@ -242,7 +236,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
         if not path.is_dir():
             path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
     except UserError as error:
-        near = difflib.get_close_matches(name.lower().rpartition("/")[2], KNOWN_MODELS, n=3, cutoff=0.4)
-        hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
+        near = names_near(name)
+        hint = f" Models of that family whose sizes come along: {', '.join(near)}." if near else ""
         raise UserError(f"{error}{hint}") from error
     return load_config(path, name, trust_remote_code=trust_remote_code), path
