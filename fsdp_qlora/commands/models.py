@@ -104,7 +104,7 @@ def merge(args: argparse.Namespace) -> None:
     from fsdp_qlora.distributed.ranks import read_ranks
     from fsdp_qlora.export.merge import check_base, one_process, open_merge, write_merged
     from fsdp_qlora.export.model_folder import check_is_new, return_freed_memory
-    from fsdp_qlora.export.rounded import rounded, write_rounded
+    from fsdp_qlora.export.rounded import rounded
 
     return_freed_memory()
     out = Path(args.out)
@@ -116,7 +116,7 @@ def merge(args: argparse.Namespace) -> None:
         raise UserError("--format same merges into the weights of the base's files, in their types: give no other.")
     check_base(planned, args.base)
     if same:
-        write_rounded(planned, same, out)
+        write_merged(planned, same, out)
         return
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
     with one_process(ranks) as mesh:

@@ -32,6 +32,7 @@ from fsdp_qlora.distributed.process_group import process_group_closed, start_pro
 from fsdp_qlora.distributed.ranks import Ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.export.card import Base, merged_documents
+from fsdp_qlora.export.effect import Effect
 from fsdp_qlora.export.model_folder import build_plain_model, new_model_folder, new_weights
 from fsdp_qlora.model.adapters import peft_folder
 from fsdp_qlora.model.adapters.insert import LoraOptions
@@ -217,6 +218,7 @@ class MergedModel:
     dtype: torch.dtype | None
     copies: Mapping[str, str]
     dequantize: Callable[[str], torch.Tensor | None] | None = None
+    effect: Effect = dataclasses.field(default_factory=Effect)  # of what has been computed
     keeps_format = False  # whether its files are in the base's format
 
     def forms(self) -> dict[str, TensorForm]:
@@ -235,9 +237,12 @@ class MergedModel:
         """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
         forms, done = self.forms(), set()
         for name in self._order():
-            for part, start, values in self._changed(name):
+            for part, start, values, base in self._changed(name):
                 done.add(part)
-                yield part, start, values.to(forms[part].dtype)
+                written = values.to(forms[part].dtype)
+                if base is not None:
+                    self.effect.add(base, values, written)
+                yield part, start, written
         for name in forms.keys() - done:
             for start, stop in spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
                 yield name, start, self.weights.files.read_flat(name, start, stop)
@@ -262,8 +267,14 @@ class MergedModel:
         is_new = name in self.copies or self.weights.packed or name in {*self.changes.replaced, *self.changes.new_rows}
         return [whole] if is_new else self.weights.files.parts(self._source(name))
 
-    def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(tensor of the files, start, values) of the pieces of one parameter."""
+    def warn(self, folder: Path) -> None:
+        """Say if hardly anything is left of the adapter in the weights, which are complete in this folder."""
+        own = {form.dtype for form in self.forms().values() if form.dtype.is_floating_point}
+        lowest = min(own, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        self.effect.warn(str(lowest).removeprefix("torch."), advice="Give --dtype fp32, or load the adapter beside it")
+
+    def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor | None]]:
+        """(tensor of the files, start, values, those of the base if something is added) of one parameter's pieces."""
         change, replaced = self.changes.update(name), self.changes.replaced.get(name)
         whole = self.dequantize(self.copies.get(name, name)) if self.dequantize and not replaced else None
 
@@ -277,10 +288,11 @@ class MergedModel:
         for part, first, last in self._parts(name):
             for start, stop in spans(last - first, math.lcm(columns, self._unit(part))):
                 values = read(before + start, before + stop)
+                base = values if isinstance(change, LowRankUpdate) else None
                 if change:
-                    rows = values.float().view(-1, columns)
+                    rows = values.to(torch.float32, copy=True).view(-1, columns)
                     values = change.write_into(rows, (before + start) // columns).flatten()
-                yield part, first + start, values
+                yield part, first + start, values, base
             before += last - first
 
     def _unit(self, part: str) -> int:
@@ -422,6 +434,7 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
             if (merge.adapter.path / "tokenizer_config.json").is_file() and (merge.adapter.path / name).is_file():
                 shutil.copyfile(merge.adapter.path / name, partial / name)
         _write_weights(merged, partial)
+        merged.warn(partial)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
 

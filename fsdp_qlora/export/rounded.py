@@ -2,15 +2,14 @@
 
 import dataclasses
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from fsdp_qlora.export.merge import Merge, MergedModel, spans, write_merged
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS
+from fsdp_qlora.export.merge import Merge, MergedModel, spans
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS, PackedFormat
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -22,11 +21,12 @@ log = logging.getLogger("fsdp_qlora")
 class RoundedModel(MergedModel):
     """A merged model in the format of the base's files, to which what the adapter changes is rounded again.
 
-    raw: the base's files, not decoded.
+    raw: the base's files, not decoded. stored: their format.
     """
 
     keeps_format = True
     raw: WeightFiles
+    stored: PackedFormat
 
     def forms(self) -> dict[str, TensorForm]:
         plain = {name: form for name, form in super().forms().items() if self._unit(name) == 1}
@@ -37,7 +37,7 @@ class RoundedModel(MergedModel):
         forms, done = self.forms(), set()
         changed = self.changes.layers.keys() | self.changes.replaced.keys() | self.copies.keys()
         for name in filter(changed.__contains__, self._order()):
-            for part, start, merged in self._changed(name):
+            for part, start, merged, _ in self._changed(name):
                 for tensor, first, values in self.weights.files.encode(part, start, merged):
                     done.add(tensor)
                     values = values.to(forms[tensor].dtype) if values.is_floating_point() else values
@@ -47,24 +47,16 @@ class RoundedModel(MergedModel):
                 values = self.raw.read_flat(name, start, stop)
                 yield name, start * values.itemsize, values.view(torch.uint8)
 
-    def effect_left(self, written_files: WeightFiles) -> tuple[float, float]:
-        """The share of the adapter's update u that the written weights have, and what rounding adds to it.
-
-        Returns:
-            <r, u> / <u, u> for the difference r of the written weights from the base's, and the length of the rest of
-            r, which is orthogonal to u, divided by that of u. Over all rounded weights.
-        """
-        sums = torch.zeros(3, dtype=torch.float64)
+    def warn(self, folder: Path) -> None:
+        """Say how much the rounded weights of this folder, which is complete, have of the adapter's update."""
+        written_files = WeightFiles(folder, self.stored)
         for name in self.changes.layers.keys() - self.changes.replaced.keys() - self.copies.keys():
-            for part, start, merged in self._changed(name):
-                if self._unit(part) > 1:
-                    span = (part, start, start + len(merged))
-                    base, written = (files.read_flat(*span).float() for files in (self.weights.files, written_files))
-                    u, r = merged - base, written - base
-                    sums += torch.stack([u @ u, r @ u, r @ r])
-        of_update, along, of_difference = sums.tolist()
-        share = along / (of_update or 1)
-        return share, math.sqrt(max(of_difference / (of_update or 1) - share**2, 0))
+            for part, start, merged, base in self._changed(name):
+                if base is not None and self._unit(part) > 1:
+                    self.effect.add(base, merged, written_files.read_flat(part, start, start + len(merged)))
+        line = "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f times its length."
+        log.info(line, self.stored.name, 100 * self.effect.share, self.effect.rest)
+        self.effect.warn(self.stored.name, advice="Leave out --format same, or load the adapter beside the base")
 
     def _unit(self, part: str) -> int:
         return self.weights.files.unit(part)
@@ -79,15 +71,4 @@ def rounded(merge: Merge) -> RoundedModel:
             "Merge without this option."
         )
     fields = {field.name: getattr(merge.original, field.name) for field in dataclasses.fields(merge.original)}
-    return RoundedModel(**fields, raw=WeightFiles(merge.folder))
-
-
-def write_rounded(merge: Merge, model: RoundedModel, out: Path) -> None:
-    """Write the folder and say what rounding has left of the adapter."""
-    assert merge.stored is not None
-    write_merged(merge, model, out)
-    share, rest = model.effect_left(WeightFiles(out, merge.stored))
-    log.info(
-        "Rounded to %s: %.1f%% of the adapter's update is left, and rounding adds %.2f times its length.",
-        merge.stored.name, 100 * share, rest,
-    )  # fmt: skip
+    return RoundedModel(**fields, raw=WeightFiles(merge.folder), stored=merge.stored)

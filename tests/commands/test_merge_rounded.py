@@ -22,11 +22,12 @@ from tests.tiny import all_slow_but
 Models = Callable[..., Path]
 
 
-def without_update(adapter: Path, folder: Path) -> Path:
+def scaled(adapter: Path, folder: Path, factor: float) -> Path:
+    """The adapter with its update multiplied."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     folder.mkdir()
     (folder / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    changed = {name: value * ("lora_B" not in name) for name, value in tensors.items()}
+    changed = {name: value * (factor if "lora_B" in name else 1) for name, value in tensors.items()}
     save_file(changed, folder / "adapter_model.safetensors")
     return folder
 
@@ -74,7 +75,7 @@ def test_an_adapter_is_merged_into_the_published_format(
     if not is_mixture:
         check_effect(next(line for line in lines if "Rounded to" in line), base, merged, decode(out))
     # Without an update everything stays as it is, but for the signs of zeros.
-    nothing, same = without_update(adapter, tmp_path / "nothing"), tmp_path / "same"
+    nothing, same = scaled(adapter, tmp_path / "nothing", 0), tmp_path / "same"
     assert merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
     for name, value in load_file(same / "model.safetensors").items():
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
@@ -89,3 +90,32 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(
         argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", base, "--format", "same"]
         assert merge(*argv) == 2
         assert f"is stored in {name}, not in MXFP4, NVFP4 or FP8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "factor", "warning"),
+    [
+        ("nvfp4", 1e-3, "% of the adapter's update is left after rounding to NVFP4"),
+        ("bf16", 1e-3, "% of the adapter's update is left after rounding to bfloat16"),
+        ("bf16", 0, "the adapter's update is zero"),
+        ("bf16", 1, None),
+        ("fp32", 1e-3, None),
+    ],
+)
+def test_an_update_that_rounding_takes_is_said_before_the_model_is_saved(
+    form: str, factor: float, warning: str | None, models: Models, tmp_path: Path, lines: list[str]
+) -> None:
+    source, folder, options = models("llama"), tmp_path / "model", []
+    if form == "nvfp4":
+        FORMS[form](source, folder)
+        options = ["--format", "same"]
+    else:
+        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[form]
+        AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(folder)
+    adapter = scaled(make_adapter(source, tmp_path / "adapter"), tmp_path / "scaled", factor)
+    assert merge("--adapter", adapter, "--out", tmp_path / "out", "--model_name", folder, *options) == 0
+    [saved] = [index for index, line in enumerate(lines) if "Saved:" in line]
+    found = [index for index, line in enumerate(lines) if line.startswith("Warning:")]
+    assert len(found) == bool(warning)
+    if warning:
+        assert warning in lines[found[0]] and found[0] < saved
