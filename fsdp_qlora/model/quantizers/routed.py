@@ -290,9 +290,7 @@ def _multiply(
     row = sum(base.shape[1:]) * dtype.itemsize + (0 if shares is None else features * (dtype.itemsize + 4))
     inputs = (x.to(dtype), shares, weight, bias, lora_A, lora_B)
     groups = choices.groups(weights, row, most)
-    if x.is_meta:
-        groups = _without_repeats(groups)
-    call = _Call(groups, product, choices.tokens, gathers, transposed, out)
+    call = _Call(_without_repeats(groups) if x.is_meta else groups, product, choices.tokens, gathers, transposed, out)
     if not is_plain and base.bring:
         base.bring([expert for group in call.groups for expert in group.experts])
     y: torch.Tensor = _RoutedProduct.apply(Kept(*inputs[:2]), call, *inputs)
@@ -304,14 +302,9 @@ def _without_repeats(groups: list[Group]) -> list[Group]:
 
     A group is computed while the results of the one before are still there, so that their sizes count too.
     """
-    kept, seen, before = [], set[tuple[int, ...]](), (0, 0)
-    for group in groups:
-        sizes = len(group.experts), group.ends[-1]
-        if group is groups[-1] or (*before, *sizes) not in seen:
-            kept.append(group)
-        seen.add((*before, *sizes))
-        before = sizes
-    return kept
+    sizes = [(len(group.experts), group.ends[-1]) for group in groups]
+    pairs = [*zip([(0, 0), *sizes], sizes, strict=False)]
+    return [group for index, group in enumerate(groups) if pairs.index(pairs[index]) == index or group is groups[-1]]
 
 
 class _RoutedProduct(torch.autograd.Function):
