@@ -10,11 +10,12 @@ import errno
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora import __version__
 from fsdp_qlora.commands import inference, models, plan, serve, tools, train
+from fsdp_qlora.config.cli import is_option
 from fsdp_qlora.utils.errors import (
     ENDINGS,
     Crashed,
@@ -32,6 +33,7 @@ from fsdp_qlora.utils.text import LineHandler, quiet_libraries
 log = logging.getLogger("fsdp_qlora")
 
 PROGRAM = "fsdp-qlora"
+_ALIKE = 0.7  # of difflib: how much of an option's name a wrong one must have
 _FLAG = re.compile("^--[^=]+")
 _SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}  # as others call it
 
@@ -51,7 +53,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "teach": Command("let a teacher go over the rows of train", train.teach, lambda parser: None),
+    "teach": Command("let a teacher go over the rows of train", train.teach, train.teach_options),
     "plan": Command("estimate memory, speed and cost", plan.run, plan.add_options),
     "export": Command("export a checkpoint as an adapter", models.export, models.export_options),
     "merge": Command("merge an adapter into its base", models.merge, models.merge_options),
@@ -113,7 +115,19 @@ def _choose(argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, except that errors are raised to the caller."""
+    """argparse, except that errors are raised to the caller.
+
+    flags: the options that were added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.flags: set[str] = set()
+        super().__init__(**options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.flags |= {*action.option_strings}
+        return action
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
@@ -128,10 +142,12 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     command.add_options(parser)
     quiet_libraries()
     spelled = [_FLAG.sub(lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
-    args, others = parser.parse_known_args(spelled)
-    args.words, args.training_options, args.commands = words, others, list(COMMANDS)
-    if others and name not in _TAKE_TRAINING_OPTIONS:
-        raise UserError(f"Unknown option {others[0]}. See --help.")
+    own, others = _split(spelled, parser.flags)
+    _refuse_unknown(name, parser.flags, others)
+    args, unexpected = parser.parse_known_args(own)
+    args.words, args.training_options, args.commands = words, unexpected + others, list(COMMANDS)
+    if unexpected and name not in _TAKE_TRAINING_OPTIONS:
+        raise UserError(f"Unexpected argument {unexpected[0]!r}. See --help.")
     handler = LineHandler(sys.stderr if getattr(args, "json", False) else sys.stdout)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -139,6 +155,35 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         return int(command.run(args) or 0)
     finally:
         log.removeHandler(handler)
+
+
+def _split(words: list[str], flags: Collection[str]) -> tuple[list[str], list[str]]:
+    """The words of a command's own options and places, and other options with all words up to the next option.
+
+    argparse alone would take the value of an option that it does not know for a place.
+    """
+    parts: tuple[list[str], list[str]] = ([], [])
+    is_other = False
+    for word in words:
+        if word in ("-h", "--help"):
+            is_other = False
+        elif word.startswith("--"):
+            is_other = word.partition("=")[0] not in flags
+        parts[is_other].append(word)
+    return parts
+
+
+def _refuse_unknown(name: str, flags: Collection[str], others: list[str]) -> None:
+    """Refuse an option that neither the command has nor training, with the nearest one of the command."""
+    for flag in (word.partition("=")[0] for word in others if word.startswith("--")):
+        takes_training = name in _TAKE_TRAINING_OPTIONS
+        if takes_training and is_option(flag[2:]):
+            continue
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=_ALIKE)
+        if near:
+            raise UserError(f"Unknown option {flag}; did you mean {near[0]}? See --help.")
+        if not takes_training:
+            raise UserError(f"Unknown option {flag}. See --help.")
 
 
 def usage() -> str:

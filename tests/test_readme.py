@@ -149,12 +149,12 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
             # As in training's commands, the folders and files that a reader has are replaced.
             merged, out = tmp_path / "merged", tmp_path / f"{number}.out"
             stand_ins = {
-                "adapter": tmp_path / "run",
                 "dataset": rows,
                 "model_name": models(),
                 "prompts": rows,
             }
             stand_ins["out"] = merged if command == "merge" and not merged.exists() else out
+            words[0] = words[0] if words[0].startswith("--") else str(tmp_path / "run")
             words += flags(**{name: value for name, value in stand_ins.items() if f"--{name}" in words})
             words += flags(max_new_tokens=2) if command == "generate" else []
             words += flags(nproc_per_node=1) if command in ("generate", "evaluate") else []

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.commands.run_config import adapter_folder, trained_model_options
+from fsdp_qlora.commands.run_config import adapter_folder, add_adapter, given_adapter, trained_model_options
 from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL
 from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
@@ -19,7 +19,7 @@ from fsdp_qlora.utils.errors import UserError
 
 
 def generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", help="adapter, run or model, or a name on the hub; else the base")
+    add_adapter(parser, "folder of a run, an adapter or a model, or an adapter's name on the hub; else the base")
     parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
     parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
     parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
@@ -53,7 +53,8 @@ def generate(args: argparse.Namespace) -> int | None:
 def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
     """Start the processes of a command, or as one of them call `use` with the model's options, ranks and folder."""
     set_torch_variables()
-    folder = adapter_folder(args.adapter) if args.adapter else None
+    adapter = given_adapter(args)
+    folder = adapter_folder(adapter) if adapter else None
     config = trained_model_options(folder, args.training_options)
     if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
         return status
@@ -91,7 +92,7 @@ if TYPE_CHECKING:
 
 
 def evaluate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", help="as for generate; without it the base is measured")
+    add_adapter(parser, "as for generate; without it the base is measured")
     parser.add_argument("--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS")
     parser.add_argument("--tasks", type=_names, default=[], help="names of lm-eval's, with commas")
     parser.add_argument("--limit", type=int, metavar="N", help="the first questions of each task, this many")

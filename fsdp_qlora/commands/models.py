@@ -6,7 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.commands.run_config import adapter_folder, parse_train_config, run_options
+from fsdp_qlora.commands.run_config import (
+    adapter_folder,
+    add_adapter,
+    given_adapter,
+    parse_train_config,
+    run_options,
+)
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.utils.errors import TrainingError, UserError
 from fsdp_qlora.utils.files import refuse_bad_folder, staged_folder
@@ -18,7 +24,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--out", "--output_dir", required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
     help = "who loads an adapter of experts: PEFT, or vLLM, which wants each expert under its name in the base's files"
     parser.add_argument("--for", dest="reader", choices=("peft", "vllm"), default="peft", help=help)
@@ -76,8 +82,8 @@ def _plan(config: TrainConfig) -> Any:
 
 
 def merge_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", required=True, help="folder of the adapter, or its name on the hub")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    add_adapter(parser, "folder of a run or an adapter, or an adapter's name on the hub")
+    parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
     parser.add_argument(
         "--base",
         choices=["original", "dequantized"],
@@ -96,8 +102,11 @@ def merge(args: argparse.Namespace) -> None:
     from the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name
     and --train_type.
     """
+    adapter = given_adapter(args)
+    if not adapter or not args.out:
+        raise UserError("Give RUN and --out DIR. See --help.")
     refuse_bad_folder("out", args.out)
-    folder = adapter_folder(args.adapter)
+    folder = adapter_folder(adapter)
     config = run_options(folder, args.training_options)
     import torch
 

@@ -3,6 +3,7 @@
 Without torch: wrong options are refused before it is imported.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -110,6 +111,20 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
     if errors := check(config):
         raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))
     return config
+
+
+def add_adapter(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the place of an adapter, which comes before other options or after --adapter. what: it may be, for --help."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help=what)
+    parser.add_argument("--adapter", metavar="RUN", help="the same as RUN")
+
+
+def given_adapter(args: argparse.Namespace) -> str | None:
+    """The adapter of `add_adapter`. Raises UserError if two are given."""
+    if args.run and args.adapter and Path(args.run).expanduser().resolve() != Path(args.adapter).expanduser().resolve():
+        raise UserError(f"{args.run} and --adapter {args.adapter} are two adapters. Give one.")
+    given: str | None = args.run or args.adapter
+    return given
 
 
 def adapter_folder(name: str) -> Path:

@@ -85,12 +85,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def teach_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", help="the same as --output_dir")
+
+
 def teach(args: argparse.Namespace) -> int:
     """Let the teacher of --objective distill go over the rows alone, with the options of `train`, and keep what it says
     of them in --output_dir, which a run on any machine takes as --teacher.
     """
     set_torch_variables()
-    config = parse_train_config(args.training_options)
+    out = ["--output_dir", args.out] if args.out else []
+    config = parse_train_config([*args.training_options, *out])
     refuse_names(config)
     if (status := relaunch_if_needed(config, args.words, (*WORKER[:-1], "teach"))) is not None:
         return status

@@ -109,6 +109,11 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
     return [setting for setting in settings if setting.name != "prompt_template" or setting.text.isidentifier()]
 
 
+def is_option(name: str) -> bool:
+    """Whether the command line of a run takes an option of this name, or an older name of one."""
+    return name == "config" or name in _KNOWN
+
+
 def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored options of a run, which an earlier version may have written: an option that it did not have is at its
     default.

@@ -98,7 +98,7 @@ def test_the_merged_model_computes_what_peft_does(
     base = models(family, **sizes)
     adapter, out = make_adapter(base, tmp_path / "adapter", **options), tmp_path / "out"
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
-    assert merge("--adapter", adapter, "--out", out, "--model_name", base) == 0
+    assert merge(adapter, "--output_dir", out, "--model_name", base) == 0
     expected = peft_logits(base, adapter)
     assert (expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))).abs().max() > 0.1
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

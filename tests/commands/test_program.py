@@ -89,6 +89,40 @@ def test_impossible_file_names_are_refused_in_a_short_message(
     assert re.search(said, captured.err) and len(captured.err) < 7000 and captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("merge {here} --adapter {there} --out x", "are two adapters. Give one."),
+        ("generate {here} --adapter {there} --prompt hi", "are two adapters. Give one."),
+        ("evaluate {here} --adapter {there} --dataset a.jsonl", "are two adapters. Give one."),
+        ("merge --out x", "Give RUN and --out DIR."),
+        ("merge {here}", "Give RUN and --out DIR."),
+        ("merge nowhere --output-dir x", "nowhere: there is no such folder."),
+        ("merge --output_dir x nowhere", "nowhere: there is no such folder."),
+        ("merge nowhere --model_name {here} --output_dir x", "nowhere: there is no such folder."),
+        ("generate nowhere --prompt hi", "nowhere: there is no such folder."),
+        ("evaluate nowhere --dataset a.jsonl", "nowhere: there is no such folder."),
+        ("generate --model_name nowhere/at/all --prompt hi", "model_name nowhere/at/all"),
+        ("export nowhere --output_dir x", "nowhere"),
+        ("teach --out {here} --model_name nowhere/at/all", "model_name nowhere/at/all"),
+        ("merge {here} --outdir x", "Unknown option --outdir; did you mean --output_dir?"),
+        ("merge {here} --adaptor x", "Unknown option --adaptor; did you mean --adapter?"),
+        ("generate {here} --promt hi", "Unknown option --promt; did you mean --prompt?"),
+        ("report {here} --output x", "Unknown option --output; did you mean --out?"),
+        ("quantize model --quant_typ nf4", "Unknown option --quant_typ; did you mean --quant_type?"),
+        ("train --out x", "Unknown option --out; did you mean --output_dir?"),
+    ],
+)
+def test_a_command_takes_its_run_by_place_and_names_the_near_option(
+    argv: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {name: tmp_path / name for name in ("here", "there")}
+    for place in places.values():
+        place.mkdir()
+    assert main(argv.format(**places).split()) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_other_errors_are_raised_unchanged() -> None:
     for error in (PermissionError(errno.EACCES, "denied", "a"), ValueError("a bug"), UserError("bad")):
         with pytest.raises(type(error), match=re.escape(str(error))), paths_refused():
