@@ -5,7 +5,7 @@ Without torch: wrong options are refused before it is imported.
 
 import argparse
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import named_tokens, value_text
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.distributed.supervision.launch import is_started_by_others
 from fsdp_qlora.model.adapters.peft_folder import CONFIG, read_adapter, read_config, read_record
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import is_repository
+from fsdp_qlora.utils.run_files import SERVICE
 
 # They may name the same layers in another way, which is checked when the model is known.
 _NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")
@@ -48,10 +50,38 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
     """
     if not adapter.is_dir():
         raise UserError(f"--adapter {adapter}: there is no such folder.")
-    configs = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
+    configs = [path for folder in _folders_of_runs(adapter) if (path := folder / "config.yaml").is_file()]
     own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
     words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
-    return parse_train_config(words, configs[0] if configs else _recorded(adapter))
+    config = parse_train_config(words, configs[0] if configs else _recorded(adapter))
+    if not any(word.partition("=")[0] == "--model_name" for word in words):
+        _refuse_lost_base(config)
+    return config
+
+
+def _folders_of_runs(adapter: Path) -> Iterator[Path]:
+    """The folders that may have the config.yaml of an adapter's run, or of the service that it was trained in."""
+    place = adapter.resolve()
+    yield adapter
+    yield place.parent
+    yield from (folder for folder in place.parents[1:4] if (folder / SERVICE).is_file())  # ID/weights/NAME
+
+
+def _refuse_lost_base(config: TrainConfig) -> None:
+    """Refuse a base that an adapter's files name and that is nowhere, before anything is loaded.
+
+    A base in a folder has no name that is right on each machine: its path then, or its last part alone.
+    """
+    if is_started_by_others():
+        return
+    from fsdp_qlora.utils import hub  # the hub's client takes a while to import
+
+    name = config.model_name
+    try:
+        if not hub.is_here(name):
+            hub.find_model_folder(name, with_weights=False, with_code=config.trust_remote_code, is_preview=True)
+    except UserError as error:
+        raise UserError(f"{error} --model_name says where the adapter's base is now.") from error
 
 
 def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:

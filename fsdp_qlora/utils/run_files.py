@@ -4,6 +4,7 @@ CHECKPOINTS = "checkpoints"
 CARD, RECORD = "README.md", "training.json"  # the model card and the training record of a result
 BEST = "best"  # the adapter with the lowest evaluation loss
 ADAPTERS = "rollout_adapters"  # the last adapters that a rollout server has loaded
+SERVICE = "service.db"  # what a training service keeps, in its own folder
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # the completions of a GRPO run
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
