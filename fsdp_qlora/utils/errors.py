@@ -107,20 +107,33 @@ def paths_refused() -> Iterator[None]:
         raise
 
 
+RAISED = "FSDP_QLORA_RAISED"  # environment variable: a caller in Python raises the error with which the run ends
+
+
 def print_error(error: Exception) -> None:
     """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
 
-    A stop is the same for all ranks, so only the first rank of each machine prints it.
+    A stop is the same for all ranks, so only the first rank of each machine prints it. What a caller in Python raises
+    again is recorded alone.
     """
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
     note_reason(message := cut(str(error)))
+    if RAISED in os.environ and _is_raised_again(error):
+        return
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     if not isinstance(error, RunStopped):
         write_line(f"{rank}error: {message}")
     elif os.environ.get("LOCAL_RANK", "0") == "0":
         write_line(f"{rank}{message}")
+
+
+def _is_raised_again(error: Exception) -> bool:
+    """Whether `fsdp_qlora.train` raises an error of its run. The end of the budget is a result."""
+    if isinstance(error, RunStopped):
+        return error.ending != ENDINGS["over_budget"]
+    return isinstance(error, (UserError, TrainingError))
 
 
 def write_line(text: str) -> None:

@@ -356,6 +356,17 @@ def test_python_api_raises_the_workers_failure_with_its_reason(status, raised, m
     assert signal.getsignal(signal.SIGUSR2) == before
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_a_run_from_python_is_said_by_its_caller_alone(ranks, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
+    with pytest.raises(UserError, match="no/such_model") as raised:
+        api.train(model_name="no/such_model", nproc_per_node=ranks, device="cpu", output_dir=tmp_path / "x")
+    said = "".join(capfd.readouterr())
+    assert "there is no such local folder" in str(raised.value)
+    assert "there is no such local folder" not in said and "error" not in said.replace("ConnectError", "")
+
+
 ROWS = [{"question": "why?", "answer": "so", "context": None}, {"question": "h\u00f6w", "answer": "no", "context": "x"}]
 IN_MEMORY = {
     "a list": list,

@@ -25,7 +25,7 @@ import psutil
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed.supervision.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
-from fsdp_qlora.utils.errors import ENDINGS, UserError, note_reason, write_line
+from fsdp_qlora.utils.errors import ENDINGS, RAISED, UserError, note_reason, write_line
 
 if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wrong options are quick
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -84,18 +84,18 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
     """Start the workers, even a single one, and wait for them. This process keeps no memory or state of the run.
 
-    See `relaunch_if_needed` for the arguments and errors.
+    Their errors are not printed: the caller raises them. See `relaunch_if_needed` for the arguments and errors.
     """
     processes, reason = (1, "") if config.is_preview else _num_processes(config)
-    return _start(processes, reason, [*WORKER, *argv])
+    return _start(processes, reason, [*WORKER, *argv], raises=True)
 
 
-def _start(processes: int, reason: str, words: list[str]) -> WorkersEnd:
+def _start(processes: int, reason: str, words: list[str], *, raises: bool = False) -> WorkersEnd:
     # The store's socket is opened here, since torch's own would listen on every interface.
     with socket.create_server(("localhost", 0)) as server_socket:
         if processes > 1:  # print and not the logger, which is set up in the workers
             print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, words, server_socket)
+        return _run_workers(processes, words, server_socket, raises=raises)
 
 
 def is_started_by_others() -> bool:
@@ -185,7 +185,7 @@ def set_torch_variables() -> None:
 # --- the launcher ---
 
 
-def _run_workers(processes: int, words: list[str], server_socket: socket.socket) -> WorkersEnd:
+def _run_workers(processes: int, words: list[str], server_socket: socket.socket, *, raises: bool) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -193,6 +193,8 @@ def _run_workers(processes: int, words: list[str], server_socket: socket.socket)
 
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
+            if raises:
+                os.environ[RAISED] = "1"
             port = server_socket.getsockname()[1]
             launch = _launch_config(processes, port=port, folder=folder)
             # The agent opens a server at this port too; multi_tenant makes it share this one.
@@ -204,7 +206,7 @@ def _run_workers(processes: int, words: list[str], server_socket: socket.socket)
                 del server  # not earlier: the workers use it
     except ChildFailedError as error:
         rank, exit_code, reason = _cause(error.failures)
-        return WorkersEnd(_report_failure(rank, exit_code, reason), reason)
+        return WorkersEnd(_report_failure(rank, exit_code, reason, prints=not raises), reason)
     except SignalException as error:
         reason = f"Stopped by {error.sigval.name}; all processes have ended."
         write_line(reason)
@@ -300,8 +302,11 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
     return rank, failures[rank].exitcode, message["message"] if isinstance(message, dict) else str(message)
 
 
-def _report_failure(rank: int, exit_code: int, reason: str) -> int:
-    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status."""
+def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = True) -> int:
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status.
+
+    prints: otherwise only what has no reason of its own, the end by a signal, is printed.
+    """
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
@@ -311,7 +316,8 @@ def _report_failure(rank: int, exit_code: int, reason: str) -> int:
         message, status = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
         if -exit_code == signal.SIGKILL:
             message += " The machine may have run out of memory: see dmesg."
-    write_line(message)
+    if prints or exit_code < 0:
+        write_line(message)
     return status
 
 
