@@ -106,7 +106,7 @@ function linesOf(spec) {
       const text = [RUNS.length > 1 ? run.name : null, label].filter(Boolean).join(" · ") || spec.title;
       if (isSmooth) lines.push({ color: run.color, line, faint: true });
       lines.push({ color: run.color, line: isSmooth ? smoothed(line, view.smooth) : line, text, dash: index,
-        dots: spec.kind === "evaluations" && line.length < 80 });
+        dots: spec.kind === "evaluations" && line.length < 80, few: spec.kind === "evaluations" && line.length < FEW });
     }
   return lines;
 }
@@ -126,6 +126,7 @@ function chart(spec) {
       "stroke-width": 2, "stroke-dasharray": DASHES[index] })), label))) : null;
   return el("section", { class: "card" }, el("div", { class: "head" }, el("h3", {}, spec.title), log), box, notes);
 }
+const FEW = 4; // measurements, between which a line says nothing of the course
 const DASHES = ["none", "5 4", "1.5 3", "9 3 2 3"];
 function paintChart(box, spec, isLog) {
   const width = Math.max(240, box.clientWidth || 360), height = 218;
@@ -160,12 +161,12 @@ function paintChart(box, spec, isLog) {
     parts.push(draw("line", { x1: x, x2: x, y1: height - edge.bottom, y2: height - edge.bottom + 4, stroke: "var(--strong)" }));
   }
   parts.push(draw("line", { x1: edge.left, x2: width - edge.right, y1: height - edge.bottom, y2: height - edge.bottom, stroke: "var(--strong)" }));
-  for (const { line, color, faint, dash, dots } of lines) {
+  for (const { line, color, faint, dash, dots, few } of lines) {
     const path = line.filter(([, y]) => !isLog || y > 0).map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join(" ");
-    parts.push(draw("polyline", { points: path, fill: "none", "stroke-width": faint ? 1 : 1.8, "stroke-linejoin": "round",
-      "stroke-dasharray": DASHES[dash || 0], style: { stroke: color, opacity: faint ? "0.28" : "1" } }));
+    parts.push(draw("polyline", { points: path, fill: "none", "stroke-width": faint || few ? 1 : 1.8, "stroke-linejoin": "round",
+      "stroke-dasharray": DASHES[dash || 0], style: { stroke: color, opacity: faint || few ? "0.28" : "1" } }));
     if (dots || line.length === 1)
-      parts.push(...line.map(([x, y]) => draw("circle", { cx: px(x), cy: py(y), r: 3, style: { fill: color } })));
+      parts.push(...line.map(([x, y]) => draw("circle", { cx: px(x), cy: py(y), r: few ? 4 : 3, style: { fill: color } })));
   }
   const cursor = draw("line", { y1: edge.top, y2: height - edge.bottom, stroke: "var(--dim)", visibility: "hidden" });
   const tip = el("div", { class: "tip", hidden: "" });
@@ -204,9 +205,9 @@ function summary() {
       String(run.status.state || "unknown").replaceAll("_", " "))],
     ["steps", (run) => `${whole(last(run.steps.step))}${run.status.total_steps ? ` of ${whole(run.status.total_steps)}` : ""}`],
     ["training loss", (run) => short(last(run.steps.loss))],
-    ["held-out loss", (run) => (run.evaluations.eval_loss || []).some(isNumber)
+    ["held-out loss, first → last", (run) => (run.evaluations.eval_loss || []).some(isNumber)
       ? `${short(run.evaluations.eval_loss.find(isNumber))} → ${short(last(run.evaluations.eval_loss))}` : null],
-    ["lowest trained", (run) => short(lowest((run.evaluations.eval_loss || []).filter((_, index) => run.evaluations.step[index] > 0)))],
+    ["lowest held-out loss", lowestHeldOut],
     ["perplexity", (run) => { const loss = last(run.evaluations.eval_loss); return isNumber(loss) ? short(Math.exp(loss)) : null; }],
     ["tokens", (run) => short(run.totals.tokens)],
     ["tokens/s", (run) => short(run.totals.tokens_per_second)],
@@ -223,6 +224,12 @@ function summary() {
       el("tr", {}, el("th", {}, name), RUNS.map((run) => el("td", {}, value(run) ?? "–"))))))
     : el("div", { class: "tiles", style: { "--columns": Math.ceil(rows.length / Math.ceil(rows.length / 8)) } }, rows.map(([name, value]) => el("div", { class: "card tile" }, el("span", { class: "dim small" }, name), el("b", {}, value(RUNS[0])))));
   return el("section", { style: { "margin-top": "16px" } }, facts, reasons);
+}
+function lowestHeldOut(run) {
+  // With its step. The evaluation before the first step is of the base, and no candidate.
+  const steps = run.evaluations.step || [], losses = run.evaluations.eval_loss || [];
+  const best = lowest(losses.filter((_, index) => steps[index] > 0));
+  return isNumber(best) ? `${short(best)} at step ${whole(steps[losses.indexOf(best)])}` : null;
 }
 function memoryColumns() {
   const names = new Set(RUNS.flatMap((run) => Object.keys(run.steps).filter((name) => name.startsWith("memory/"))));
@@ -243,6 +250,8 @@ function stacks(title, partsOf, show, note) {
       el("div", { class: "legend" }, parts.map(([name, value]) => el("span", {}, el("i", { style: { background: color(name) } }), `${name} ${show(value)}`))));
   }));
 }
+const PLANNED = "What stays allocated in every step: weights, adapters, gradients, optimizer state. The measured peak is higher: " +
+  "it has the activations of the longest rows too and, on a CPU, the whole process with Python and its libraries.";
 function phases(run) {
   const total = {};
   for (const start of run.facts.starts || [])
@@ -343,7 +352,7 @@ function build() {
     { title: "Memory of the fullest rank, GiB", kind: "steps", columns: memoryColumns(), zero: true },
   ].map(chart).filter(Boolean);
   const shares = [
-    stacks("Memory that was planned, per rank", (run) => run.facts.memory || {}, bytes, "Without activations."),
+    stacks("Memory that was planned, per rank", (run) => run.facts.memory || {}, bytes, PLANNED),
     stacks("Time", phases, time, RUNS.some((run) => (run.facts.starts || []).length > 1) ? "Of all starts of a run." : null),
   ].filter(Boolean);
   const page = document.getElementById("page");

@@ -85,6 +85,24 @@ def test_report_escapes_run_content_and_loads_nothing(tmp_path: Path) -> None:
     assert "innerHTML" not in script and "http" not in script.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_the_page_says_which_loss_and_which_memory_it_means(tmp_path: Path) -> None:
+    page = make_page([read_run(make_run(tmp_path / "one"))])
+    assert '"lowest held-out loss"' in page and "lowest trained" not in page
+    assert "What stays allocated in every step" in page and "activations of the longest rows" in page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_lowest_held_out_loss_is_one_after_the_first_step(tmp_path: Path) -> None:
+    script = Tags(make_page([read_run(make_run(tmp_path / "one"))])).scripts[1]
+    # The page draws itself when it is loaded, so what counts is taken out of it.
+    wanted = r"^const (?:lowest|isNumber|whole|trim) = [^\n]*;$|^function (?:short|lowestHeldOut)\(.*?^}$"
+    functions = "\n".join(re.findall(wanted, script, re.M | re.S))
+    losses = {"evaluations": {"step": [0, 10, 20], "eval_loss": [1.0, 3.0, 2.5]}}
+    code = f"{functions}; console.log(lowestHeldOut({json.dumps(losses)}))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2.5 at step 20"
+
+
 def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
     token = "hf_" + "s" * 34
     folders = [make_run(tmp_path / token), make_run(tmp_path / "other" / token)]
