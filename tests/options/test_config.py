@@ -330,6 +330,25 @@ def test_every_other_name_stands_for_an_option_and_its_value():
                 parse_train_config([f"--{found.option}", found.value])
 
 
+@pytest.mark.parametrize(
+    ("other", "value", "here"),
+    [
+        ("sequence_parallel_degree", "2", "did you mean --context_parallel_size?"),  # axolotl
+        ("sequence_parallel_size", "2", "did you mean --context_parallel_size?"),  # ms-swift
+        ("context_parallel_dim", "2", "did you mean --context_parallel_size?"),  # torchtune
+        ("dp_shard_size", "2", "see sharding_strategy"),
+        ("quant_bits", "4", "did you mean --train_type qlora?"),
+        ("full_finetuning", "true", "did you mean --train_type full?"),
+        ("split_dataset_ratio", "0.01", "did you mean --eval_fraction?"),
+        ("attn_impl", "flash_attn", "did you mean --attn_implementation flash_attention_2?"),
+        ("random_state", "3407", "did you mean --seed?"),
+        ("rlhf_type", "dpo", "did you mean --objective?"),
+    ],
+)
+def test_settings_of_other_programs_are_answered_with_ours(other, value, here):
+    assert here in error_of(f"--{other}", value)
+
+
 def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
     argv = "--use_cpu_offload --deterministic --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
     config = parse_train_config(argv.split())
