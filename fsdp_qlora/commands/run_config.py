@@ -49,7 +49,7 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
         UserError: as parse_train_config, or the adapter's folder does not say what its base is.
     """
     if not adapter.is_dir():
-        raise UserError(f"--adapter {adapter}: there is no such folder.")
+        raise UserError(f"--adapter {adapter}: there is no such folder. Give that of a run or an adapter.")
     configs = [path for folder in _folders_of_runs(adapter) if (path := folder / "config.yaml").is_file()]
     own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
     words = [*words, *(own if starts_from_it else ("--adapter", "none"))]

@@ -28,7 +28,7 @@ def known_sizes(name: str) -> Mapping[str, Any] | None:
     entry = _entry(name)
     if entry is None:
         return None
-    sizes = KNOWN_MODELS[entry.get("sizes_of")] if "sizes_of" in entry else entry
+    sizes = KNOWN_MODELS[entry["sizes_of"]] if "sizes_of" in entry else entry
     return {key: value for key, value in sizes.items() if key not in _NO_SIZES}
 
 

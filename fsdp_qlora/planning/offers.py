@@ -137,7 +137,7 @@ def _speed_line(run: PlannedRun) -> str:
 def command_line(run: PlannedRun) -> str:
     """The command that trains so, for a shell: the model, the rows, what the options say, and the chosen placement."""
     config, chosen = run.config, run.placed.placement.options
-    options = {"model_name": trained_name(config.model_name), "dataset": config.dataset}
+    options: dict[str, Any] = {"model_name": trained_name(config.model_name), "dataset": config.dataset}
     options |= {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)} | options
     if config.teacher:
         options["teacher"] = trained_name(config.teacher)
