@@ -19,7 +19,7 @@ import uvicorn
 
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
-from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.run_data import RunData
@@ -56,7 +56,7 @@ from fsdp_qlora.service.worker import Order, RequestTargets, Worker
 from fsdp_qlora.sharding.loading.weight_files import Weights
 from fsdp_qlora.training.loop import gc_frozen
 from fsdp_qlora.utils.errors import RunStopped, UserError
-from fsdp_qlora.utils.files import fingerprint_files
+from fsdp_qlora.utils.files import fingerprint_files, refusal_named, staged_file
 from fsdp_qlora.utils.text import fit, format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -204,6 +204,16 @@ def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: 
             "options and base, or another folder."
         )
     records.put("service", "base", {**named, "identity": identity})
+    _note_options(base.config, folder)
+
+
+def _note_options(config: TrainConfig, folder: Path) -> None:
+    """Write config.yaml, by which `generate`, `evaluate` and `merge` find the base of a saved adapter."""
+    here = Path(config.model_name).expanduser()
+    if here.is_dir():
+        config = dataclasses.replace(config, model_name=str(here.resolve()))
+    with refusal_named("folder", folder), staged_file(folder / "config.yaml") as partial:
+        partial.write_text(resolved_yaml(config))
 
 
 def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address) -> list[PlannedBase]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.run_files import SERVICE
 
-_FILE = "service.db"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (kind TEXT, id TEXT, about TEXT, PRIMARY KEY (kind, id));
 CREATE TABLE IF NOT EXISTS pieces (
@@ -56,7 +56,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.RLock()
-        path = folder / _FILE
+        path = folder / SERVICE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
@@ -71,7 +71,7 @@ class Records:
 
     def _check(self, folder: Path) -> None:
         """Refuse a damaged file, and one that does not know the models whose folders lie beside it."""
-        advice = f"Put back a copy of {_FILE}, or give another --folder."
+        advice = f"Put back a copy of {SERVICE}, or give another --folder."
         try:
             [(verdict,)] = self._execute("PRAGMA quick_check(1)")
             for table, expected in _COLUMNS.items():
@@ -82,10 +82,12 @@ class Records:
         except sqlite3.Error as error:
             verdict = str(error)
         if verdict != "ok":
-            raise UserError(f"{folder / _FILE} is damaged: {verdict}. {advice}")
+            raise UserError(f"{folder / SERVICE} is damaged: {verdict}. {advice}")
         models = [path.name for path in folder.glob("*_train_*") if path.is_dir()]
         if is_new and models:
-            raise UserError(f"{folder / _FILE} is empty, and the folder has weights of {len(models)} models. {advice}")
+            raise UserError(
+                f"{folder / SERVICE} is empty, and the folder has weights of {len(models)} models. {advice}"
+            )
 
     def put(self, kind: str, name: str, about: dict[str, Any]) -> None:
         self._execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", kind, name, json.dumps(about))

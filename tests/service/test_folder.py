@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tinker import types
 from fsdp_qlora.service.records import Piece, Records
 from fsdp_qlora.utils.errors import UserError
 from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
-from tests.tiny import ROOT
+from tests.tiny import ROOT, flags
 
 STEP = types.AdamParams(learning_rate=1e-3)
 MODEL = f"{'0' * 32}:train:0"
@@ -42,8 +43,25 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callabl
         client.forward_backward(datums(2), "cross_entropy")
         client.optim_step(STEP).result()
         saved = service.adapter(client, "before")
+        folder = service.saved(client.save_state("state").result().path)
         service.kill()
         reason = ended(service, "--lora_alpha", "64")
+        generated = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "fsdp_qlora",
+                "generate",
+                *flags(prompt="sky", max_new_tokens=2, device="cpu"),
+                folder,
+            ],
+            cwd=tmp_path,  # the base's place is noted in the service's folder
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert generated.returncode == 0, generated.stderr
         assert "lora_alpha" in reason and "32" in reason and "64" in reason
         assert "precision" in ended(service, "--precision", "bf16")
         assert "lora_target_modules" in ended(service, "--lora_target_modules", "q_proj,v_proj")
