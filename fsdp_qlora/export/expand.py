@@ -20,6 +20,7 @@ from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_
 from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
+from fsdp_qlora.sharding.loading.heads import settle_head
 from fsdp_qlora.sharding.loading.load_weights import match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
@@ -39,6 +40,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     packed = take_packed(config, model_name, folder)
     if packed and packed.scaled != set():  # else its settings are left over
         raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
+    settle_head(config, folder)
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
     model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))

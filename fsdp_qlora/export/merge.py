@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
 from fsdp_qlora.model.quantizers.settings import KEYS, MODELOPT_FILE
 from fsdp_qlora.planning.plan import quantizer_options
+from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
 from fsdp_qlora.sharding.loading.load_weights import load_quantized, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights
 from fsdp_qlora.utils import hub
@@ -163,6 +164,9 @@ class Changes:
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
+    def changes_any(self, weights: Iterable[str]) -> bool:
+        return not {*self.layers, *self.replaced}.isdisjoint(weights)
+
     def update(self, weight: str) -> "LowRankUpdate | TokenRows | None":
         """Read what changes a weight, or the tensor that replaces it."""
         if weight not in self.layers:
@@ -264,7 +268,8 @@ class MergedModel:
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
         whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
-        is_new = name in self.copies or self.weights.packed or name in {*self.changes.replaced, *self.changes.new_rows}
+        is_split = name in self.copies or name in self.copies.values()  # the files may have the head's name alone
+        is_new = is_split or self.weights.packed or name in {*self.changes.replaced, *self.changes.new_rows}
         return [whole] if is_new else self.weights.files.parts(self._source(name))
 
     def warn(self, folder: Path) -> None:
@@ -334,6 +339,7 @@ class Merge:
     folder: Path
     adapter: PeftFolder
     original: MergedModel
+    config: PretrainedConfig
     layers: Mapping[str, Any]
     stored: PackedFormat | None
 
@@ -369,6 +375,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     config = models.load_config(folder, name, trust_remote_code=with_code)
     found = take_packed(config, name, folder)
     packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
+    settle_head(config, folder, stored, packed=packed, trust_remote_code=with_code)
     if ids := peft_folder.token_ids(adapter_path, adapter.config.to_dict()):
         NewTokens(ids).grow(config)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
@@ -382,6 +389,8 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     names = list(files.files)
     built = quantized if packed and quantized is not None else model
     weights = match_tensors(built, files, packed=packed is not None, grown=changes.new_rows)
+    if changes.changes_any(weights.copies.values()):
+        names = [name for name in names if name not in weights.copies]
     kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}
     parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -390,7 +399,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         None, split_ends(model, changes),
     )  # fmt: skip
     layers = quantized_layers(quantized) if quantized is not None else {}
-    return Merge(run, folder, adapter, merged, layers, found)
+    return Merge(run, folder, adapter, merged, config, layers, found)
 
 
 def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None) -> PreTrainedModel:
@@ -467,7 +476,7 @@ def _write_weights(merged: MergedModel, folder: Path) -> None:
 
 def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     """The base's config.json as the merged model needs it."""
-    content = read_json(merge.folder / "config.json")
+    content = with_own_head(read_json(merge.folder / "config.json"), merge.config)
     text = content.get("text_config", content)
     is_decoded = merge.stored is not None and not merged.keeps_format
     for key in KEYS if is_decoded else ():

@@ -26,6 +26,7 @@ from fsdp_qlora.model.quantizers.routed import quantizable_weights, route_expert
 from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms
+from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
 from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
@@ -133,6 +134,7 @@ def quantize_model(
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     if stored:
         log.info(stored.describe_decoding(quantizes=True))
+    settle_head(config, folder, stored, trust_remote_code=trust_remote_code)
     weight_files = WeightFiles(folder, stored)
     names = list(weight_files.files)
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
@@ -142,7 +144,7 @@ def quantize_model(
     weights = match_tensors(model, weight_files)
     has_experts = quantize_layers(model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options)
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    content = read_json(folder / "config.json")
+    content = with_own_head(read_json(folder / "config.json"), config)
     if quantizer != BITSANDBYTES:
         content["quantization_config"] = compressed_config(quant_type, plain)
         with new_model_folder(out, folder, content) as partial:

@@ -42,6 +42,7 @@ from fsdp_qlora.model.adapters.peft_folder import PREFIX
 from fsdp_qlora.model.architecture.models import canonical_name, generation_config_with, persistent_buffers
 from fsdp_qlora.model.quantizers.routed import expert_parameters
 from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.sharding.loading.heads import with_own_head
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.utils.errors import RankError, TrainingError, UserError
 from fsdp_qlora.utils.files import PUBLIC, read_json
@@ -286,6 +287,9 @@ class ResultForm:
             plan.tokenizer.chat_template = template  # that was trained with
         if ends := (record["prompt"] or {}).get("ends"):
             texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
+        said = read_json(plan.folder / "config.json")
+        if self.kind.trains_new_blocks and (content := with_own_head(said, plan.config)) != said:
+            texts["config.json"] = json.dumps(content, indent=2) + "\n"
         sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder)
         if self.adapter is not None:
             save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)

@@ -37,6 +37,7 @@ from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
 from fsdp_qlora.model.quantizers.settings import is_quantized
 from fsdp_qlora.sharding.loading.first_adapters import check_fits
+from fsdp_qlora.sharding.loading.heads import needs_weights, settle_head
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import tensor_names
@@ -143,9 +144,8 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     # Weights are downloaded last, after all checks that do not need them.
     once = partial(once_per_machine, machine.ranks, store) if store else None
     folder, model_config, tokenizer = read_model(config, once=once)
-    if once and is_quantized(model_config, folder) and tensor_names(folder) is None:
-        # The files tell which layers are quantized. Only one of them has no index, which is here already.
-        hub.fetch_weights(config.model_name, folder, once)
+    if once:
+        fetch_early(config, folder, model_config, once)
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     if plan.meta.model.generation_config is not None:  # made of config.json alone
         plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
@@ -158,6 +158,17 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     if config.context_length != "auto" and most and config.longest_row > most:
         log.warning("context_length %d is more than the model's own limit of %d positions.", config.longest_row, most)
     return plan
+
+
+def fetch_early(config: TrainConfig, folder: Path, model_config: PretrainedConfig, once: hub.Once) -> None:
+    """Download the weights of a model before its plan, where only they tell what is planned.
+
+    They tell whether the model has a head of its own, and which layers are quantized; often an index does, too, which
+    is here already.
+    """
+    tell_layers = is_quantized(model_config, folder) and tensor_names(folder) is None
+    if tell_layers or needs_weights(model_config, folder, trust_remote_code=config.trust_remote_code):
+        hub.fetch_weights(config.model_name, folder, lambda work, what: once(work, f"{what}, before it is planned"))
 
 
 def log_plan(config: TrainConfig, first: str, *details: str | None) -> None:
@@ -221,7 +232,14 @@ def build_plan(
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
     packed, stored = take_formats(config, model_config, folder)
+    trusted = config.trust_remote_code
+    was_tied = settle_head(model_config, folder, stored, packed=packed, trust_remote_code=trusted)
     tokenizer, new_tokens = with_new_tokens(config, model_config, tokenizer)
+    if new_tokens and was_tied:
+        raise UserError(
+            f"--add_tokens: {config.model_name} has a head of its own, and its config.json ties it to the embeddings, "
+            "so PEFT would load one set of rows for both. Set tie_word_embeddings to false in config.json."
+        )
     layers = layer_options(config, model_config, packed)
     meta = build_model(
         model_config,
@@ -230,7 +248,7 @@ def build_plan(
         device,
         layers,
         attn_implementation="auto" if machine.is_elsewhere else config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=trusted,
     )
     if new_tokens:
         add_token_rows(meta.model, new_tokens, looks_up=meta.parts.looks_up)

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.insert import adapter_modules
@@ -23,6 +22,7 @@ from fsdp_qlora.model.architecture.models import canonical_name, persistent_buff
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
+from fsdp_qlora.sharding.loading.names import ModelNames, shared_names
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
@@ -323,12 +323,14 @@ class _Match(NamedTuple):
 
     sources, left_out: see Weights. merged: parameters made from several tensors. extra: tensors that the model does
     not have.
+    copies: see Weights.
     """
 
     sources: dict[str, str]
     merged: dict[str, MergedTensor]
     extra: list[str]
     left_out: list[str]
+    copies: dict[str, str]
 
 
 def match_tensors(
@@ -360,31 +362,32 @@ def match_tensors(
             f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
-    return Weights(files, match.sources, packed, match.left_out)
+    return Weights(files, match.sources, packed, match.left_out, match.copies)
 
 
 def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
     """Map each tensor of the files to its name in the model, by transformers' own renaming and merging."""
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-    names = dict.fromkeys(expected)
-    match, as_in_files = _Match({}, {}, [], []), _AsInFiles(model, expected)
+    names, shared = ModelNames(model, expected), shared_names(model)
+    match, as_in_files = _Match({}, {}, [], [], {}), _AsInFiles(model, expected)
     for source in files.files:
-        name, pattern = source, None
-        if name not in expected:
-            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)
+        name, pattern = names.find(source)
         if name in expected and pattern is not None:
-            tensor = MergedTensor(name, expected[name] or torch.Size(), converters, as_in_files)
+            tensor = MergedTensor(name, expected[name] or torch.Size(), names.converters, as_in_files)
             match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
             match.sources[name] = source
-        elif not _is_needless(model, name):
+        elif name in shared:
+            match.copies[source] = shared[name]
+        elif not _is_needless(name):
             ignored = any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_unexpected or [])
             (match.left_out if ignored else match.extra).append(source)
     for tensor in list(match.merged.values()):
         match.merged.update({sibling.name: sibling for sibling in tensor.siblings(files) if sibling.name in expected})
     match.sources.update({name: name for name in match.merged})
+    for source, name in match.copies.items():
+        if name not in match.sources:  # the files have only the head of a tied model
+            files.join(name, files.parts(source), files.shape(source))
+            match.sources[name] = name
     return match
 
 
@@ -409,8 +412,7 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
             yield f"wrong type: {where} is {str(form.dtype)[6:]}, and weights must be 16- or 32-bit floats"
 
 
-def _is_needless(model: PreTrainedModel, name: str) -> bool:
-    """Whether no model needs this tensor: a tied head, or a rotary table or mask of an old file."""
-    tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
+def _is_needless(name: str) -> bool:
+    """Whether no model needs this tensor: a rotary table or mask of an old file."""
     patterns = [r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$"]
-    return name in tied or any(re.search(pattern, name) for pattern in patterns)
+    return any(re.search(pattern, name) for pattern in patterns)

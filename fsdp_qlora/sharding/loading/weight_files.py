@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -285,12 +286,14 @@ class Weights(NamedTuple):
     sources: name of each tensor in the model -> its name in the files.
     packed: whether the weights in the files are quantized already, in the format of the layers.
     left_out: tensors of the files that the model's class does not build, such as those that predict more tokens.
+    copies: tensor of the files that is the same as one of the model's, such as a tied head -> that one.
     """
 
     files: WeightFiles
     sources: Mapping[str, str]
     packed: bool = False
     left_out: Sequence[str] = ()
+    copies: Mapping[str, str] = MappingProxyType({})
 
     def read_whole(self, name: str) -> torch.Tensor:
         """Read one of the model's tensors, on the CPU, in the file's dtype."""

@@ -1,0 +1,149 @@
+"""Decides by the weight files whether embeddings and head share one tensor, as transformers does when it loads them.
+
+A configuration that ties the two may be wrong, or say nothing: merged models keep it beside a head that was trained,
+and Mistral publishes its models for images without the setting. transformers ties only what is missing or equal.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.model.quantizers.packed import PackedFormat
+from fsdp_qlora.sharding.loading.names import ModelNames, shared_names
+from fsdp_qlora.sharding.loading.weight_files import WeightFiles
+from fsdp_qlora.utils.files import read_json
+from fsdp_qlora.utils.safetensors_files import INDEX
+
+log = logging.getLogger("fsdp_qlora")
+
+SETTING = "tie_word_embeddings"
+_PIECE = 2**24  # elements compared at a time
+
+
+def ties(config: PretrainedConfig) -> bool:
+    """Whether a configuration ties embeddings and head. transformers asks the outer one of a model of several parts."""
+    return bool(getattr(config, SETTING, False))
+
+
+def settle_head(
+    config: PretrainedConfig,
+    folder: Path,
+    stored: PackedFormat | None = None,
+    *,
+    packed: PackedFormat | None = None,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Let a configuration that ties embeddings and head say whether the model in the folder does.
+
+    Args:
+        folder: where weights are not there yet, config.json decides, which a line says.
+        stored, packed: as for `WeightFiles`.
+    Returns:
+        Whether the configuration has changed: the model has a head of its own.
+    Raises:
+        UserError: a weight file cannot be read.
+    """
+    if not ties(config):
+        return False
+    if not weights_are_here(folder):
+        needs = needs_weights(config, folder, trust_remote_code=trust_remote_code)
+        return needs and _assume(config, folder)
+    files = WeightFiles(folder, stored, packed=packed)
+    pairs = _pairs(config, files.files, trust_remote_code=trust_remote_code)
+    own = [head for head, embedding in pairs.items() if not _are_equal(files, head, embedding)]
+    if own:
+        _untie(config)
+        log.info(
+            "%s in the weight files is a head of its own, and used, as transformers uses it, though the configuration "
+            "ties embeddings and head.",
+            own[0],
+        )
+    return bool(own)
+
+
+def needs_weights(config: PretrainedConfig, folder: Path, *, trust_remote_code: bool = False) -> bool:
+    """Whether `settle_head` needs weights that are not in the folder: an index may name no head."""
+    if not ties(config) or weights_are_here(folder):
+        return False
+    names = _index(folder)
+    return not names or bool(_pairs(config, names, trust_remote_code=trust_remote_code))
+
+
+def weights_are_here(folder: Path) -> bool:
+    """Whether the folder has weight files, all of which its index names."""
+    names = {str(file) for file in _index(folder).values()}
+    return all((folder / name).is_file() for name in names) if names else any(folder.glob("*.safetensors"))
+
+
+def with_own_head(content: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """The content of a config.json that ties embeddings and head only if `config` does."""
+    result = copy.deepcopy(dict(content))
+    if ties(config) or not ties(type(config).from_dict(copy.deepcopy(result))):
+        return result
+    result[SETTING] = False
+    if isinstance(text := result.get("text_config"), dict):
+        text[SETTING] = False
+    return result
+
+
+def _untie(config: PretrainedConfig) -> None:
+    for part in (config, config.get_text_config()):
+        if ties(part):
+            setattr(part, SETTING, False)
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """Tensor -> the name of its file; empty without an index."""
+    index = read_json(folder / INDEX).get("weight_map")
+    return index if isinstance(index, dict) else {}
+
+
+def _pairs(config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_code: bool) -> dict[str, str]:
+    """Tensor of the files that the configuration ties to another one there -> that one."""
+    model = build_meta_model(
+        config,
+        attn_implementation="auto",
+        dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        trust_remote_code=trust_remote_code,
+    )
+    names = ModelNames(model, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    sources = {names.find(source)[0]: source for source in tensors}
+    return {
+        sources[name]: sources[shared]
+        for name, shared in shared_names(model).items()
+        if name in sources and shared in sources
+    }
+
+
+def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
+    """Whether two tensors have the same values."""
+    if files.shape(one) != files.shape(other):
+        return False
+    count = files.shape(one).numel()
+    for start in range(0, count, _PIECE):
+        stop = min(start + _PIECE, count)
+        if not torch.equal(files.read_flat(one, start, stop).float(), files.read_flat(other, start, stop).float()):
+            return False
+    return True
+
+
+def _assume(config: PretrainedConfig, folder: Path) -> bool:
+    """Take what is likely for a model whose weights are not there, and say so.
+
+    A config.json without the setting leaves it to two defaults, of which the text model's is the better one.
+    """
+    content = read_json(folder if folder.is_file() else folder / "config.json")
+    is_own = bool(content) and SETTING not in content and not ties(config.get_text_config())
+    if is_own:
+        _untie(config)
+    form = "a head of its own" if is_own else "one tensor for embeddings and head"
+    log.info("The configuration is believed, without weights that would tell: %s.", form)
+    return is_own
