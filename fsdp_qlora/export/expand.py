@@ -21,7 +21,7 @@ from fsdp_qlora.model.architecture import models
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
 from fsdp_qlora.sharding.loading.heads import settle_head
-from fsdp_qlora.sharding.loading.load_weights import match_tensors
+from fsdp_qlora.sharding.loading.load_weights import describe_left_out, match_tensors
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
@@ -125,7 +125,10 @@ def _plan_copies(
     shapes, old_shapes = ({name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model))
     copies: dict[str, str] = {}
     empty: set[str] = set()
-    for name, source in match_tensors(model, weight_files).sources.items():
+    weights = match_tensors(model, weight_files)
+    if line := describe_left_out(weights, model, in_result="The result lacks them."):
+        log.warning("%s", line)
+    for name, source in weights.sources.items():
         parts = list(weight_files.origins(source))
         # Experts are separate tensors in the files, under their own names.
         names = {part: name if len(parts) == 1 and part == source else part for part in parts}

@@ -6,6 +6,7 @@ experts; A [rank, in], B [out, rank].
 
 import contextlib
 import dataclasses
+import logging
 import math
 import shutil
 import sys
@@ -47,13 +48,20 @@ from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, PackedFormat
 from fsdp_qlora.model.quantizers.settings import KEYS, MODELOPT_FILE
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
-from fsdp_qlora.sharding.loading.load_weights import load_quantized, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.load_weights import (
+    describe_left_out,
+    load_quantized,
+    match_tensors,
+    quantized_layers,
+)
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.run_files import RECORD
 from fsdp_qlora.utils.safetensors_files import TensorForm
+
+log = logging.getLogger("fsdp_qlora")
 
 _NAME = "default"  # PEFT's, of the only adapter
 _PIECE = 2**23  # weights changed at a time, in float32
@@ -389,6 +397,8 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     names = list(files.files)
     built = quantized if packed and quantized is not None else model
     weights = match_tensors(built, files, packed=packed is not None, grown=changes.new_rows)
+    if line := describe_left_out(weights, built, in_result="The merged model has them as they are."):
+        log.warning("%s", line)
     if changes.changes_any(weights.copies.values()):
         names = [name for name in names if name not in weights.copies]
     kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}

@@ -27,7 +27,7 @@ from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, MODELOPT_FILE
 from fsdp_qlora.model.quantizers.table import quantize_layers
 from fsdp_qlora.model.quantizers.written import compressed_config, compressed_forms
 from fsdp_qlora.sharding.loading.heads import settle_head, with_own_head
-from fsdp_qlora.sharding.loading.load_weights import check_finite, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.load_weights import check_finite, describe_left_out, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils import hub
 from fsdp_qlora.utils.errors import UserError
@@ -142,6 +142,9 @@ def quantize_model(
     quantizer = QUANT_TYPES[quant_type]
     options = {} if quantizer != BITSANDBYTES else {"quant_type": quant_type, "double_quant": double_quant}
     weights = match_tensors(model, weight_files)
+    becomes = "The result lacks them." if quantizer == BITSANDBYTES else "The result has them as they are."
+    if line := describe_left_out(weights, model, in_result=becomes):
+        log.warning("%s", line)
     has_experts = quantize_layers(model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options)
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     content = with_own_head(read_json(folder / "config.json"), config)

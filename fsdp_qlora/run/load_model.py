@@ -42,7 +42,7 @@ from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from
-from fsdp_qlora.sharding.loading.load_weights import load_weights, match_tensors, quantized_layers
+from fsdp_qlora.sharding.loading.load_weights import describe_left_out, load_weights, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.sharding.loading.weight_files import BUFFER, WeightFiles, Weights
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
@@ -72,11 +72,10 @@ def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dis
 
 
 def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
-    """Say which tensors of the model's files a result of all weights will lack."""
-    if (names := weights.left_out) and config.kind.trains == "all":
-        kind, some = type(plan.meta.model).__name__.removeprefix("FSDP"), ", ".join(names[:3])
-        text = "train_type full: the result will lack tensors of %s that %s does not build: %s (%d in all)"
-        log.warning(text, config.model_name, kind, some, len(names))
+    """Say which tensors of the model's files are not used, and that a result of all weights will lack them."""
+    in_result = "The result will lack them." if config.kind.trains == "all" else ""
+    if line := describe_left_out(weights, plan.meta.model, in_result=in_result):
+        log.warning("%s", line)
 
 
 def open_weights(plan: ModelPlan) -> Weights:

@@ -57,9 +57,9 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"model_name": "missing_tensor"},
         ["missing_tensor", "config.json", f"missing: {NORM} [64]", "Download"],
     ),
-    "extra tensor": (
-        {"model_name": "extra_tensor"},
-        ["extra_tensor", "not in this architecture: model.extra.weight (in model.safetensors)"],
+    "tensor under another name": (
+        {"model_name": "other_name"},
+        ["other_name", f"missing: {NORM}", "not in this architecture: model.extra.weight (in model.safetensors)"],
     ),
     "wrongly shaped tensor": (
         {"model_name": "wrong_shape"},
@@ -259,7 +259,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "broken_config": _break_config,
     "unknown_type": _edit_config(model_type="lllama"),
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
-    "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
+    "other_name": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": tensors.pop(NORM)})),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
     "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
     "truncated": _truncate,

@@ -342,7 +342,8 @@ def match_tensors(
         grown: parameters that may have more rows than in the files.
         packed: whether the weights in the files are quantized already, in the format of the layers.
     Raises:
-        UserError: tensors are missing, unknown, have the wrong shape or are no floats; each is named with its file.
+        UserError: tensors are missing, have the wrong shape or are no floats. Each is named with its file; unknown ones
+            are, too, since they may have been meant.
     """
     targets = _targets(model, packed=packed)
     match = _match(model, files, {name: target.shape for name, target in targets.items()})
@@ -357,12 +358,26 @@ def match_tensors(
     for name in {*grown} & match.sources.keys():
         files.grow(match.sources[name], targets[name].shape or torch.Size())
     if problems := list(_problems(match, files, targets)):
+        problems += [f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra]
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
             f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
-    return Weights(files, match.sources, packed, match.left_out, match.copies)
+    return Weights(files, match.sources, packed, [*match.extra, *match.left_out], match.copies)
+
+
+def describe_left_out(weights: Weights, model: PreTrainedModel, *, in_result: str = "") -> str:
+    """A line about the tensors of the files that the model does not use; empty if there are none.
+
+    Args:
+        in_result: what becomes of them in the result that is written.
+    """
+    if not (names := weights.left_out):
+        return ""
+    kind, some = type(model).__name__.removeprefix("FSDP"), ", ".join(names[:3])
+    line = f"{weights.files.folder} has tensors that {kind} does not build: {some} ({len(names)} in all). "
+    return line + " ".join(filter(None, ["transformers ignores them, and so they are not used here.", in_result]))
 
 
 def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
@@ -398,7 +413,6 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
     yield from (
         f"missing: {name} {list(target.shape or ())}" for name, target in targets.items() if name not in match.sources
     )
-    yield from (f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra)
     for name, source in match.sources.items():
         if source not in files.files:
             continue

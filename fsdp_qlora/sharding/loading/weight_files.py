@@ -285,7 +285,7 @@ class Weights(NamedTuple):
 
     sources: name of each tensor in the model -> its name in the files.
     packed: whether the weights in the files are quantized already, in the format of the layers.
-    left_out: tensors of the files that the model's class does not build, such as those that predict more tokens.
+    left_out: tensors of the files that the model does not have, such as those that predict more tokens.
     copies: tensor of the files that is the same as one of the model's, such as a tied head -> that one.
     """
 
