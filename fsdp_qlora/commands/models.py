@@ -72,11 +72,11 @@ def export(args: argparse.Namespace) -> None:
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
     from fsdp_qlora.distributed.ranks import read_ranks
-    from fsdp_qlora.planning.plan import Machine, build_plan, fetch_head, read_model
+    from fsdp_qlora.planning.plan import Machine, build_plan, fetch_early, read_model
 
     try:  # new blocks: the result holds the base's tensors too
         model = read_model(config, with_weights=config.kind.trains_new_blocks)
-        fetch_head(config, *model[:2], lambda work, what: work())
+        fetch_early(config, *model[:2], lambda work, what: work())
     except UserError as error:
         raise UserError(f"{error} --model_name says where the run's base model is now.") from error
     return build_plan(config, Machine.of(config, read_ranks("cpu")), *model)

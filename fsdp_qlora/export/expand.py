@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.export.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.model.architecture import models
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.quantizers.packed import take_packed
 from fsdp_qlora.model.quantizers.routed import is_transposed, loops_over_experts
 from fsdp_qlora.sharding.loading.heads import settle_head
@@ -45,7 +46,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     expanded_config = _expand_config(config, origins)
     model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
     added: list[int] = getattr(expanded_config, models.NEW_BLOCKS)
-    zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
+    zeros = {index: _output_weights(find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies, empty = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
@@ -119,7 +120,7 @@ def _plan_copies(
     zeros: dict[int, list[str]],
 ) -> tuple[dict[str, str], set[str]]:
     """Name in the expanded model's files -> its source in the model's; and the names of those that stay at 0."""
-    blocks = models.find_blocks(model)
+    blocks = find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
     leaf = path.rpartition(".")[2]
     shapes, old_shapes = ({name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model))
@@ -152,7 +153,7 @@ def _plan_copies(
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
     """Check on random values that a block with these weights at zero is an identity. Raises UserError if not."""
-    blocks = models.find_blocks(model)
+    blocks = find_blocks(model)
     block = blocks[index]
     path, _, leaf = next(path for path, module in model.named_modules() if module is blocks).rpartition(".")
     parent = model.get_submodule(path)

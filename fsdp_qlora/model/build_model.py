@@ -139,6 +139,11 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     modules = [path for path, _ in model.named_modules()]
     parts = ModelParts(model)
     _check_blocks_share_nothing(parts.blocks, config)
+    if parts.adds_tokens:
+        raise UserError(
+            f"The {config.model_type} model cannot be trained here: it puts tokens of its own before a row's, and "
+            "takes rows that are padded on the left alone. Choose a model of another family."
+        )
     new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
     trained = [path for path, module in model.named_modules() if module in new]
     inside = tuple(f"{path}." for path in trained)

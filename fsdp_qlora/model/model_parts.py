@@ -4,7 +4,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.shards import shard_bounds
 from fsdp_qlora.model.adapters.insert import adapter_modules
-from fsdp_qlora.model.architecture.models import find_blocks, find_towers, has_tied_embeddings
+from fsdp_qlora.model.architecture.decoder import TOKENS, find_blocks, find_towers, looked_up
+from fsdp_qlora.model.architecture.models import has_tied_embeddings
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
 
 
@@ -61,21 +62,42 @@ class ModelParts:
         return self._kinds[module]
 
     @functools.cached_property
+    def _lookups(self) -> dict[nn.Module, list[Any]]:
+        """`looked_up` of the embeddings outside of blocks and towers."""
+        inside = {module for part in (*self.towers.values(), self.blocks) for module in part.modules()}
+        tables = [each for each in self.model.modules() if isinstance(each, nn.Embedding) and each not in inside]
+        return looked_up(self.model, tables)
+
+    @functools.cached_property
+    def adds_tokens(self) -> bool:
+        """Whether the model looks up more tokens than its batch has, such as prompts of its own."""
+        return any(ids.numel() > TOKENS.numel() for ids in self._lookups.get(self.embedding, ()))
+
+    @functools.cached_property
     def looks_up(self) -> bool:
-        """`is_plain_lookup` of the embedding. Cached before sharding: later a call would be a collective."""
-        return is_plain_lookup(self.embedding)
+        """Whether the embedding is a plain table of the batch's tokens. Cached before sharding: it runs the model."""
+        lookups = self._lookups.get(self.embedding, ())
+        has_tokens = all(ids.shape == TOKENS.shape if ids.is_meta else _are_tokens(ids) for ids in lookups)
+        return has_tokens and is_plain_lookup(self.embedding)
 
     @functools.cached_property
     def token_tables(self) -> list[nn.Module]:
-        """Further embeddings of the text's tokens, such as those that blocks get of their own. Cached as `looks_up`."""
-        inside = {module for part in (*self.towers.values(), self.blocks) for module in part.modules()}
-        tables = [each for each in self.model.modules() if isinstance(each, nn.Embedding) and each not in inside]
-        return [table for table in tables if table is not self.embedding and is_plain_lookup(table)]
+        """Further embeddings of the text's tokens, such as those that blocks get of their own. Cached as `looks_up`.
+
+        Others have positions or kinds of tokens.
+        """
+        others = {table: all_ids for table, all_ids in self._lookups.items() if table is not self.embedding}
+        tables = [table for table, all_ids in others.items() if all(map(_are_tokens, all_ids))]
+        return [table for table in tables if is_plain_lookup(table)]
 
     @functools.cached_property
     def matrices(self) -> list[tuple[int, ...]]:
         """The shapes of the blocks' matrices."""
         return matrix_shapes(self.blocks)
+
+
+def _are_tokens(ids: Any) -> bool:
+    return isinstance(ids, torch.Tensor) and not ids.is_meta and torch.equal(ids, TOKENS)
 
 
 class Kind(NamedTuple):

@@ -17,10 +17,12 @@ from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of
 from fsdp_qlora.data.batches.rows import Lengths
 from fsdp_qlora.distributed.context import ContextGroup
 from fsdp_qlora.model.architecture.attention import EAGER, VARLEN, attending
+from fsdp_qlora.model.architecture.decoder import OnMeta, on_meta, tensors_of
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
+from fsdp_qlora.utils.errors import UserError
 
 _SEGMENT = 512  # bytes: the allocator of torch rounds to these
 
@@ -60,7 +62,7 @@ class CountedStorages(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and args[0].is_meta and args[0].dim() == 1:
             return torch.arange(len(args[0]))[:, None]  # int8's columns with outliers: all, which no value tells
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors_of(result):
+        for tensor in tensors_of(result):
             if tensor.is_meta:
                 self._count(tensor.untyped_storage())
         if func._schema.name == "torch_attn::_varlen_attn_backward":
@@ -83,17 +85,6 @@ class CountedStorages(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._alive.discard(key)
         self.now -= size
-
-
-def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or result. Ten times as fast as torch's pytree, for 10^5 small calls."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors_of(value)
-    elif isinstance(values, dict):
-        yield from _tensors_of([*values.values()])
 
 
 class _Loss(torch.autograd.Function):
@@ -134,6 +125,8 @@ def measure_blocks(
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
             return _measure_all(parts, precision, described, on_operator)
+    except UserError:
+        raise
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
         log.info("The memory that a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
@@ -141,20 +134,6 @@ def measure_blocks(
         row_bytes = precision.compute_dtype.itemsize * described["position_ids"].shape[1]
         kept = [row_bytes * sum(sum(shape[-2:]) for shape in matrix_shapes(block)) for block in parts.blocks]
         return [BlockBytes(count, 2 * count, 2 * count, count) for count in kept]
-
-
-class _OnMeta(TorchDispatchMode):
-    """Computes on the meta device what has an argument there. What has none, such as positions, keeps its values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        places = {tensor.is_meta for tensor in _tensors_of((args, kwargs))}
-        if places == {True, False}:
-            args, kwargs = _on_meta((args, kwargs))
-        return func(*args, **(kwargs or {}))
-
-
-def _on_meta(values: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), values)
 
 
 class _Measured(Exception):
@@ -175,7 +154,7 @@ def _measure_all(
         kind = _kind(block)
         if kind not in measured:
             hidden = args[0] if args else kwargs.pop("hidden_states")
-            others, named = _as_leaves(_on_meta((args[1:], kwargs)))
+            others, named = _as_leaves(on_meta((args[1:], kwargs)))
             measured[kind] = _measure(block, precision, hidden, others, named, on_operator)
         found.append(measured[kind][0])
         if len(found) == len(parts.blocks):
@@ -189,7 +168,7 @@ def _measure_all(
     try:
         for block in parts.blocks:
             block.forward = partial(forward, block)
-        with _OnMeta(), contextlib.suppress(_Measured):
+        with OnMeta(), contextlib.suppress(_Measured):
             input_ids = torch.zeros_like(described["position_ids"])
             parts.model.base_model(input_ids=input_ids, use_cache=False, **described)
     finally:
@@ -199,6 +178,13 @@ def _measure_all(
             vars(module).update(state)
         for block in parts.blocks:
             vars(block).pop("forward", None)
+    if not found:
+        raise UserError(
+            f"Text does not pass through what seem to be the decoder blocks of {type(parts.model).__name__}. Choose a "
+            "model of another family."
+        )
+    if len(found) != len(parts.blocks):
+        raise RuntimeError(f"text passes through {len(found)} of {len(parts.blocks)} blocks")
     return found
 
 

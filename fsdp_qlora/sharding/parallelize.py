@@ -19,7 +19,7 @@ from fsdp_qlora.distributed.layout import SHARDING_STRATEGIES
 from fsdp_qlora.distributed.shards import own_rows, padded_rows, shard_bounds, shard_size
 from fsdp_qlora.model.adapters.insert import adapter_modules, magnitudes
 from fsdp_qlora.model.adapters.token_rows import attach_token_rows
-from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.precision import Precision
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.base import QuantizedWeight

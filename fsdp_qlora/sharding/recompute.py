@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.data.batches.micro_batch import BESIDE
 from fsdp_qlora.model.adapters.insert import adapted_layers, adapter_modules, as_at_start
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.fused import set_save_inputs_only
-from fsdp_qlora.model.architecture.models import find_blocks
 from fsdp_qlora.sharding.host_memory import InputStore
 
 

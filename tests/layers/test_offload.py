@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.base import QuantizedExperts
 from fsdp_qlora.sharding import weight_stream

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.shapes import block_shapes
 from fsdp_qlora.model.model_parts import ModelParts
 from fsdp_qlora.model.quantizers.routed import router_linears

@@ -20,7 +20,8 @@ from fsdp_qlora.distributed.shards import gather_rows, own_rows, store_rows, who
 from fsdp_qlora.model.adapters.dora import DoraLinear
 from fsdp_qlora.model.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.model.adapters.lora import LoraLinear
-from fsdp_qlora.model.architecture.models import canonical_name, find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
+from fsdp_qlora.model.architecture.models import canonical_name
 from fsdp_qlora.utils.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")

@@ -36,6 +36,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.model.architecture.attention import choose_sdpa
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.shapes import any_layer_has
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_json, read_named, why_not_writable
@@ -85,6 +86,11 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
         )
+    if not _has_decoder(config):
+        raise UserError(
+            f"model_name {name} is of type {config.model_type!r}, whose config.json gives no hidden size of a decoder, "
+            "so it cannot be trained here. Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
+        )
     blocks = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(blocks, int) and blocks > _MAX_BLOCKS:
         raise UserError(
@@ -92,6 +98,15 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
             "supported. Download it again."
         )
     return config
+
+
+def _has_decoder(config: PretrainedConfig) -> bool:
+    """Whether a configuration has one text model with one hidden size; blt has several models of bytes and patches."""
+    try:
+        text = config.get_text_config()
+    except ValueError:
+        return False
+    return "hidden_size" in {*vars(text), *text.attribute_map}
 
 
 def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
@@ -333,31 +348,6 @@ def most_positions(config: PretrainedConfig) -> int | None:
 def at_most_positions(config: PretrainedConfig, length: int) -> int:
     """The smaller of `length` and the largest number of tokens that the model supports."""
     return min(length, most_positions(config) or length)
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The part through which all text passes. A module that transformers has not built is its own decoder."""
-    return model.get_decoder() if isinstance(model, PreTrainedModel) else model
-
-
-def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks: the module list with the most parameters in the decoder, without vision towers."""
-    lists = [module for module in _decoder(model).modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not lists:
-        raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
-    return max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
-
-
-def find_towers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Path -> part of the model through which text does not pass, such as vision towers and projectors."""
-    decoder, towers = _decoder(model), {}
-    to_decoder = next(path for path, module in model.named_modules() if module is decoder).split(".")
-    for depth, inner in enumerate(filter(None, to_decoder)):
-        parent = ".".join(to_decoder[:depth])
-        for name, child in model.get_submodule(parent).named_children():
-            if name != inner and child is not model.get_output_embeddings() and any(True for _ in child.parameters()):
-                towers[f"{parent}.{name}".lstrip(".")] = child
-    return towers
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed.context import ContextGroup, Tied
-from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
 
 # Largest share of padding in a group of documents. 16 documents of 20 to 150 tokens are then 6 groups instead of 15.
 # Each group decodes the layer's weights and launches its kernels again; more padding costs more than it saves.

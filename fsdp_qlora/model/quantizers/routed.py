@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.model.architecture.kept import Kept
-from fsdp_qlora.model.architecture.models import block_linears, find_blocks, read_directly
+from fsdp_qlora.model.architecture.models import block_linears, read_directly
 from fsdp_qlora.model.quantizers.base import FrozenProduct, Matrix, QuantizedExperts, computing_dtype, plain_product
 
 log = logging.getLogger("fsdp_qlora")

@@ -4,7 +4,7 @@ import json
 import sys
 
 from benchmarks.standin_memory import passes
-from fsdp_qlora.model.architecture.models import find_blocks
+from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.recompute import set_recompute
 from tests.phantom.counts import recording
 
