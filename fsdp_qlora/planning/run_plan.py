@@ -223,13 +223,19 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
     if not model.meta.parts.towers:
         options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
-    if model.documents is None and (rope := changing_rope(model.config)) and data.context_length > rope[1]:
+    if model.documents is None or data.have_images:
+        warn_of_padded_rope(model, data)
+    return dataclasses.replace(config, context_length=data.context_length), data
+
+
+def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:
+    """Say if values of padded rows depend on the longest of them."""
+    if (rope := changing_rope(model.config)) and data.context_length > rope[1]:
         log.warning(
             "Rope type %s changes with the longest row of a padded batch once one has more than %d tokens. "
             "--batch_size 1 or --context_length %d avoids that.",
             rope[0], rope[1], rope[1],
         )  # fmt: skip
-    return dataclasses.replace(config, context_length=data.context_length), data
 
 
 def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:

@@ -40,7 +40,7 @@ from fsdp_qlora.model.architecture.token_mixers import has_convolution, layers_a
 from fsdp_qlora.model.quantizers.table import QUANTIZERS
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.plan import ModelPlan, quantizer_options
-from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.run_plan import Plan, warn_of_padded_rope
 from fsdp_qlora.sharding.loading.first_adapters import decompose_weights, fill_from
 from fsdp_qlora.sharding.loading.load_weights import describe_left_out, load_weights, match_tensors, quantized_layers
 from fsdp_qlora.sharding.loading.quant_cache import cache_root, load_or_create
@@ -242,6 +242,8 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
         raise UserError(f"--context_parallel_size cannot divide {name}, whose rows must be padded: {reason}.")
     no_packing = ", and --batching packed has no effect" if plan.schedule.batching == "packed" else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
+    if plan.model.documents is not None and not plan.data.have_images:  # else the plan has said it
+        warn_of_padded_rope(plan.model, plan.data)
     return dataclasses.replace(plan.schedule, batching="padded")
 
 

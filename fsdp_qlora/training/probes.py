@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.data.batches.micro_batch import describe_documents, documents_of_part
@@ -242,10 +241,10 @@ def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
-    """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
+    """The difference of the second document's logits from those of it alone, relative, median over tokens."""
     model, (first, second) = probed.model.eval(), probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])
-    alone = probed.logits(pad_sequence([first, second], batch_first=True))[1, num_shared : len(second)].double()
+    alone = probed.logits(second[None])[0, num_shared:].double()  # in a padded batch rope may depend on its length
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)
     with attending(model, probed.documents):
         row = torch.cat([first, second[num_shared:]])[None]

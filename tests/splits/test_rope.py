@@ -22,8 +22,11 @@ ROPES = {
 }  # fmt: skip
 
 
-def make(kind: str, models: Models) -> Path:
-    family, sizes, more = ROPES[kind]
+def make(kind: str, models: Models, length: int = LENGTH) -> Path:
+    family, sizes, more = (
+        {name: length if size == LENGTH else size for name, size in part.items()} if isinstance(part, dict) else part
+        for part in ROPES[kind]
+    )
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4, **more}
     return models(family, rope_parameters=rope, **sizes)
 
@@ -56,6 +59,28 @@ def test_losses_and_bytes_do_not_depend_on_neighbours(kind: str, models: Models,
         sums = [batch_loss(copy.deepcopy(model), [row]) * (row[1][:, 1:] != -100).sum() for row in documents]
     mean = sum(sums).item() / sum(int((labels[:, 1:] != -100).sum()) for _, labels in documents)
     assert read_metrics(evaluated, "eval_loss")[0] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_model_for_rows_shorter_than_the_probes_is_not_padded(kind: str, models: Models, tmp_path: Path) -> None:
+    folder, rows = make(kind, models, length=32), make_rows(8)
+    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", rows), "max_steps": 1}
+    output = train_ok(1, tmp_path / "out", **options, train_type="lora", precision="fp32", batch_size=8, lora_dropout=0)
+    assert "Rows are padded" not in output and "Rope type" not in output
+    documents = encode(folder, rows)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        sums = [batch_loss(copy.deepcopy(model), [row]) * (row[1][:, 1:] != -100).sum() for row in documents]
+    mean = sum(sums).item() / sum(int((labels[:, 1:] != -100).sum()) for _, labels in documents)
+    assert read_metrics(tmp_path / "out")[0] == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_warning_comes_where_a_trial_finds_that_rows_must_be_padded(models: Models, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    folder = models("stablelm", rope_parameters=rope, max_position_embeddings=32)
+    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
+    output = train_ok(1, tmp_path / "out", **options, train_type="lora")
+    assert "Rows are padded with this model" in output and output.count("Rope type dynamic changes with") == 1
 
 
 @pytest.mark.quick

@@ -31,7 +31,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     lists = [(path, module) for path, module in named if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", 0) if hasattr(model, "config") else 0
+    text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
+    count = getattr(text, "num_hidden_layers", 0)
 
     def rank(named: tuple[str, nn.ModuleList]) -> tuple[bool, int, int]:
         path, blocks = named
