@@ -4,7 +4,7 @@ import contextlib
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 

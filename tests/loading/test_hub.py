@@ -17,6 +17,7 @@ import pytest
 
 from fsdp_qlora.sharding.loading.weight_files import BUFFER
 from fsdp_qlora.utils.hub import conversion_advice
+from tests.loading.test_heads import tied_model
 from tests.loading.test_named_layers import BLOCKS, unquantize
 from tests.loading.test_prequantized import save_fp8, set_config
 from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
@@ -244,6 +245,15 @@ def run_in_turn(
         timeout=600,
     )
     return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")], done.stdout
+
+
+@pytest.mark.slow
+def test_weights_that_decide_about_the_head_are_downloaded_before_the_plan(hub: Hub, tmp_path: Path) -> None:
+    folder = tied_model(tmp_path / "model")
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    statuses, output = run_in_turn(hub, tmp_path, [{"train_type": "lora"}])
+    assert statuses == [0] and hub.requests["model.safetensors"] == 1, output
+    assert output.index("is a head of its own") < output.index("Model: LlamaForCausalLM")
 
 
 @pytest.mark.slow

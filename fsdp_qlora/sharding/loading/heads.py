@@ -42,14 +42,15 @@ def settle_head(
     """Let a configuration that ties embeddings and head say whether the model in the folder does.
 
     Args:
-        folder: where weights are not there yet, config.json decides, which a line says.
+        folder: where weights are not there yet, config.json decides, which a line says. A model that has no folder is
+            known by name alone, with the right setting.
         stored, packed: as for `WeightFiles`.
     Returns:
         Whether the configuration has changed: the model has a head of its own.
     Raises:
         UserError: a weight file cannot be read.
     """
-    if not ties(config):
+    if not ties(config) or not folder.exists():
         return False
     if not weights_are_here(folder):
         needs = needs_weights(config, folder, trust_remote_code=trust_remote_code)
