@@ -232,14 +232,10 @@ def build_plan(
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
     packed, stored = take_formats(config, model_config, folder)
-    trusted = config.trust_remote_code
-    was_tied = settle_head(model_config, folder, stored, packed=packed, trust_remote_code=trusted)
+    was_tied = settle_head(model_config, folder, stored, packed=packed, trust_remote_code=config.trust_remote_code)
     tokenizer, new_tokens = with_new_tokens(config, model_config, tokenizer)
     if new_tokens and was_tied:
-        raise UserError(
-            f"--add_tokens: {config.model_name} has a head of its own, and its config.json ties it to the embeddings, "
-            "so PEFT would load one set of rows for both. Set tie_word_embeddings to false in config.json."
-        )
+        raise _ties_rows(config.model_name)
     layers = layer_options(config, model_config, packed)
     meta = build_model(
         model_config,
@@ -248,7 +244,7 @@ def build_plan(
         device,
         layers,
         attn_implementation="auto" if machine.is_elsewhere else config.attn_implementation,
-        trust_remote_code=trusted,
+        trust_remote_code=config.trust_remote_code,
     )
     if new_tokens:
         add_token_rows(meta.model, new_tokens, looks_up=meta.parts.looks_up)
@@ -278,6 +274,13 @@ def build_plan(
         packed=packed,
         stored=stored,
         adapter=adapter,
+    )
+
+
+def _ties_rows(name: str) -> UserError:
+    return UserError(
+        f"--add_tokens: {name} has a head of its own, and its config.json ties it to the embeddings, so PEFT would "
+        "load one set of rows for both. Set tie_word_embeddings to false in config.json."
     )
 
 
