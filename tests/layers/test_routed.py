@@ -19,7 +19,7 @@ from fsdp_qlora.model.architecture.precision import PRECISIONS
 from fsdp_qlora.model.build_model import LayerOptions, build_model
 from fsdp_qlora.model.quantizers import routed
 from fsdp_qlora.model.quantizers.base import QuantizedWeight
-from fsdp_qlora.model.quantizers.routed import Choices
+from fsdp_qlora.model.quantizers.expert_groups import Choices
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import ONE_RANK
 from tests.parity.test_experts import FAMILIES
