@@ -95,12 +95,12 @@ OTHERWISE = {
     SELF: """
         utils.files:open_named.opener utils.files:open_named data.sources.files:read_parquet data.text.images:_decode
         sharding.loading.weight_files:WeightFiles._read_into
-        sharding.loading.weight_files:_read_header
+        sharding.loading.weight_files:_read_header utils.safetensors_files:tensor_names
     """,
     CHECKED: """
         checkpoint.train_state:_open_file data.batches.cache:read_cache
         data.sources.source:saved_source data.text.image_processor:ImageProcessor._processor
-        data.text.image_processor:ImageProcessor.model_ids export.merge:open_adapter export.merge:write_merged
+        data.text.image_processor:ImageProcessor.model_ids export.changes:open_adapter export.merge:write_merged
         export.model_folder:new_model_folder export.save_results:write_sidecar
         model.adapters.peft_folder:read_header
         model.architecture.models:_as_in_file model.architecture.models:load_config
@@ -110,7 +110,7 @@ OTHERWISE = {
     "a dataset of the hub": "data.sources.source:hub_source",
     PACKAGE: """
         commands.tools:configs config.other_names: config.text:describe_config export.card:_card planning.gpus:
-        observability.report:make_page planning.offers:
+        observability.report:make_page planning.known_models:
     """,
     KERNEL: """
         distributed.supervision.clock:limit_memory distributed.supervision.launch:_torchrun_has_nproc
@@ -119,14 +119,13 @@ OTHERWISE = {
 sharding.loading.weight_files:_buffer
     """,
     OWN: """
-        checkpoint.checkpoint:verify checkpoint.checkpoint:_read_manifest checkpoint.result:result_error
-        checkpoint.run_folder:_read sharding.loading.quant_cache:read_description
         checkpoint.run_folder:_open_locked checkpoint.mirror:_write_small_files
-        data.batches.taught:TaughtRows.read observability.metric_log:copy_records
+        data.batches.taught:TaughtRows._mapped observability.metric_log:copy_records
         distributed.supervision.restarts:record_exit distributed.supervision.restarts:forward_exit
         distributed.supervision.watchdog:Watchdog._end_hanging observability.metric_log:JsonlSink.__init__
         utils.files:flush utils.safetensors_files:PackedFiles.create utils.safetensors_files:PackedFiles.write
         utils.safetensors_files:write_tensors service.rooms:Rooms._read service.rooms:Rooms.load
+        service.access:kept_key service.records:_make_private
     """,
     "the user's own token, where the hub's client reads it": "utils.redact:_secrets",
 }
