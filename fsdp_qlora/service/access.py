@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.service.names import shown
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named
+from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 

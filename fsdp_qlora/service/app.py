@@ -20,11 +20,12 @@ from tinker import types
 from fsdp_qlora.service.access import JSON, PROTOBUF
 from fsdp_qlora.service.desk import Desk, describe_invalid
 from fsdp_qlora.service.messages import parse_train_request
-from fsdp_qlora.service.names import has_form, parts_of, session_of, shown
+from fsdp_qlora.service.names import has_form, parts_of, session_of
 from fsdp_qlora.service.orders import REQUESTS, check_metadata
 from fsdp_qlora.service.records import DONE, WAITING, Piece
 from fsdp_qlora.service.wall_clock import date_of
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 _MOST_JSON_BYTES = 2**20  # of a request for a model, besides its data
 _MOST_DISPLAYED = 1000  # characters of a session's name for people

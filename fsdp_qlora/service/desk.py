@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from fsdp_qlora.service import names
 from fsdp_qlora.service.orders import Base, Orders, WantedSample
 from fsdp_qlora.service.records import DONE, FAILED, Piece, Records
 from fsdp_qlora.service.request_queue import RequestQueue
@@ -27,6 +26,7 @@ from fsdp_qlora.service.sessions import Sessions
 from fsdp_qlora.service.wall_clock import WallClock
 from fsdp_qlora.service.worker import Order, Result
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -365,7 +365,7 @@ def reason_of(error: Exception, doing: str) -> str:
     if isinstance(error, sqlite3.Error):
         return f"The request cannot be {doing}: the service's folder cannot be written ({error})."
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    log.warning("A request could not be %s, and failed. %s", doing, names.shown(reason))
+    log.warning("A request could not be %s, and failed. %s", doing, shown(reason))
     return f"The request could not be {doing} ({reason[:500]})."
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 _NUMBER = "[0-9]{1,19}"
 _HEX = "[0-9a-f]{32}"
@@ -69,8 +70,3 @@ def folder_below(root: Path, model: str, kind: str, name: str) -> Path:
     if not has_form("model", model) or not folder.resolve().is_relative_to(root.resolve()):
         raise UserError(f"The folder of {shown(model)} is not below that of the service.")
     return folder
-
-
-def shown(name: object) -> str:
-    """A client's text as a message or a line of the log has it: short, in quotes, of plain characters."""
-    return ascii(name)[:200]

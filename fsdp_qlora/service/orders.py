@@ -15,6 +15,7 @@ from fsdp_qlora.service.saved_weights import SAMPLER_WEIGHTS, SavedWeights, unna
 from fsdp_qlora.service.wall_clock import WallClock
 from fsdp_qlora.service.worker import Order
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 REQUESTS: dict[str, Any] = {
     "create_model": types.CreateModelRequest,
@@ -73,13 +74,13 @@ class Orders:
             if name in base.names:
                 return number
         served = " and ".join(base.names[0] for base in self.bases)
-        raise UserError(f"The base {names.shown(name)} is not served; here is {served}.")
+        raise UserError(f"The base {shown(name)} is not served; here is {served}.")
 
     def model(self, name: str) -> dict[str, Any]:
         """The entry of a model."""
         about = self.records.get("model", name)
         if about is None:
-            raise UserError(f"There is no model {names.shown(name)}.")
+            raise UserError(f"There is no model {shown(name)}.")
         return about
 
     # --- training ---
@@ -161,7 +162,7 @@ class Orders:
         request = types.SampleRequest.model_validate_json(self.records.body(piece.id))
         sampler = self.records.get("sampler", piece.target)
         if sampler is None:
-            raise UserError(f"There is no sampler {names.shown(piece.target)}.")
+            raise UserError(f"There is no sampler {shown(piece.target)}.")
         if sampler["path"] is not None:
             self.weights.folder_of(sampler["path"])
             self.weights.note_sampling(sampler["path"])

@@ -9,6 +9,7 @@ from fsdp_qlora.service import names
 from fsdp_qlora.service.records import Records
 from fsdp_qlora.service.wall_clock import WallClock
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 SAMPLER_WEIGHTS = "sampler_weights"
 _UNNAMED = "unnamed-"
@@ -34,7 +35,7 @@ class SavedWeights:
         names.parts_of(uri)
         entry = self.records.get("checkpoint", uri)
         if entry is None:
-            raise UserError(f"There are no saved weights {names.shown(uri)}.")
+            raise UserError(f"There are no saved weights {shown(uri)}.")
         return entry
 
     def folder_of(self, uri: str) -> Path:
@@ -53,7 +54,7 @@ class SavedWeights:
         if name is None:
             return names.weights_path(model, kind, f"{_UNNAMED}{seq:08d}")
         if name.startswith(_UNNAMED):
-            raise UserError(f"The name {names.shown(name)} is not allowed: it is that of weights without a name.")
+            raise UserError(f"The name {shown(name)} is not allowed: it is that of weights without a name.")
         return names.weights_path(model, kind, name)
 
     def check_new(self, uri: str, piece: str, *, overwrites: bool) -> None:

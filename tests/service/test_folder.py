@@ -52,8 +52,8 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callabl
                 "-m",
                 "fsdp_qlora",
                 "generate",
-                *flags(prompt="sky", max_new_tokens=2, device="cpu"),
                 folder,
+                *flags(prompt="sky", max_new_tokens=2, device="cpu"),
             ],
             cwd=tmp_path,  # the base's place is noted in the service's folder
             env={**os.environ, "PYTHONPATH": str(ROOT)},
