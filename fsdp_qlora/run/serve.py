@@ -16,10 +16,11 @@ import psutil
 import torch
 import torch.distributed as dist
 import uvicorn
+import yaml
 
 from fsdp_qlora.config.marks import save_times
 from fsdp_qlora.config.options import RESULT_OPTIONS, TrainConfig
-from fsdp_qlora.config.text import resolved_options, resolved_yaml
+from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.data.batches.rows import NO_ROWS, join_completions
 from fsdp_qlora.data.batches.schedule import RowsInMemory, Schedule
 from fsdp_qlora.data.run_data import RunData
@@ -212,8 +213,10 @@ def _note_options(config: TrainConfig, folder: Path) -> None:
     here = Path(config.model_name).expanduser()
     if here.is_dir():
         config = dataclasses.replace(config, model_name=str(here.resolve()))
+    named = RESULT_OPTIONS - {"lora_rank"}  # each adapter has its own
+    options = {name: value for name, value in resolved_options(config).items() if name in named}
     with refusal_named("folder", folder), staged_file(folder / "config.yaml") as partial:
-        partial.write_text(resolved_yaml(config))
+        partial.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
 
 
 def _plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None, address: Address) -> list[PlannedBase]:
