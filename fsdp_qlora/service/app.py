@@ -28,6 +28,7 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
 _MOST_JSON_BYTES = 2**20  # of a request for a model, besides its data
+_MOST_SAMPLE_BYTES = 2**24  # of a request for samples: a prompt of a million tokens
 _MOST_DISPLAYED = 1000  # characters of a session's name for people
 _HELD_SECONDS = 25.0  # a question for a result; the client waits 45
 _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken as false."
@@ -196,6 +197,8 @@ class App:
 
     async def asample(self, request: Request) -> dict[str, Any]:
         content, body = await _read_json(request), await request.body()
+        if len(body) > _MOST_SAMPLE_BYTES:
+            raise UserError(f"A request for samples may have {_MOST_SAMPLE_BYTES:,} bytes.")
         sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
         if sampler is None:
             sampler, seq = f"direct:{secrets.token_hex(16)}", 0

@@ -35,6 +35,7 @@ _KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
 _KEPT_BYTES = 2**30  # of these
 _MOST_TRIES = 3  # of a request during which the service ends
 _DIRECT_SECONDS = 3600.0  # that a sampler of a single request is kept at least
+_MOST_LOOKED_AT = 2048  # samples that wait, for those to answer together; what is read of each is kept
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
 
@@ -296,7 +297,7 @@ class Desk:
         order = self.orders.sampling(wanted)
         group = SampleGroup([wanted.request])
         others = [] if piece.id in self._alone else self.queue.samples()
-        for other in others:
+        for other in others[:_MOST_LOOKED_AT]:
             if other.id in self._alone:
                 continue
             try:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
-from fsdp_qlora.distributed.process_group import gather_numbers
+from fsdp_qlora.distributed.process_group import gather_numbers, release_cached_memory
 from fsdp_qlora.distributed.ranks import derive_seed
 from fsdp_qlora.planning.placement import PlacedModel
 from fsdp_qlora.planning.run_rows import plan_generation
@@ -115,6 +115,7 @@ class Worker:
         self.rooms.abandon()
         forward = self.rooms.trainer.forward
         reshard_all(forward.model)
+        release_cached_memory(self.rooms.trainer.ranks.device)
         token_logprobs(forward, rows_to_score([[0, 0]]))
         reshard_all(forward.model)
 
