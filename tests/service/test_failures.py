@@ -16,7 +16,6 @@ from tinker import types
 from tests.service.failing import ON_ALL, ON_ONE
 from tests.service.harness import Service, assert_equal, datums
 
-pytestmark = pytest.mark.slow
 STEP = types.AdamParams(learning_rate=1e-3)
 
 
@@ -36,6 +35,7 @@ def train(client: tinker.TrainingClient, seed: int) -> None:
     client.optim_step(STEP).result(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
     client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
     for each in (client, twin):
@@ -48,6 +48,13 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
         train(each, 3)
     assert_equal(failing.adapter(client, "end"), failing.adapter(twin, "end"), 0)
     assert "Traceback" not in failing.log.read_text()
+
+
+@pytest.mark.nightly
+def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing: Service) -> None:
+    client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
+    for each in (client, twin):
+        train(each, 1)
     failed = client.forward_backward(datums(2, of_policy=True), "dro", {"beta": ON_ONE})
     failing.process.wait(timeout=120)
     assert failing.process.returncode
@@ -59,10 +66,11 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
     with pytest.raises(tinker.TinkerError, match="ended each time"):
         failed.result(timeout=60)
     for each in (client, twin):
-        train(each, 4)
-    assert_equal(failing.adapter(client, "last"), failing.adapter(twin, "last"), 0)
+        train(each, 2)
+    assert_equal(failing.adapter(client, "end"), failing.adapter(twin, "end"), 0)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_stopped_ends_the_service_which_goes_on(failing: Service) -> None:
     client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
     for each in (client, twin):

@@ -25,10 +25,12 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks: the module list with as many modules as the text model has layers.
 
     A decoder may hold encoders of images and sound with as many: its own list lies closest to it. Without such a list,
-    or among several, it is the one with the most parameters.
+    or among several, it is the one with the most parameters. Lists within a list are parts of its modules.
     """
     named = _decoder(model).named_modules()
-    lists = [(path, module) for path, module in named if isinstance(module, nn.ModuleList) and len(module)]
+    nested = [(path, module) for path, module in named if isinstance(module, nn.ModuleList) and len(module)]
+    outer = tuple(f"{path}." for path, _ in nested)
+    lists = [(path, module) for path, module in nested if not path.startswith(outer)]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None

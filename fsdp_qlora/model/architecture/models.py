@@ -106,7 +106,7 @@ def _has_decoder(config: PretrainedConfig) -> bool:
         text = config.get_text_config()
     except ValueError:
         return False
-    return "hidden_size" in {*vars(text), *text.attribute_map}
+    return isinstance(text, PretrainedConfig) and "hidden_size" in {*vars(text), *text.attribute_map}
 
 
 def _auto_class(config: PretrainedConfig, *, trust_remote_code: bool) -> Any:
