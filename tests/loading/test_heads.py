@@ -40,7 +40,10 @@ def tied_model(folder: Path, family: str = "llama", edit: Callable[..., object] 
 def as_published(folder: Path, family: str) -> Path:
     """A model for images and text whose config.json leaves the setting out, on both levels, and which has a head."""
     folder.mkdir()
-    make_multimodal(folder, family)
+    if family == "ministral3":
+        make_multimodal(folder, "mistral3", family)
+    else:
+        make_multimodal(folder, family)
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]
     config["text_config"].pop("tie_word_embeddings", None)
@@ -84,7 +87,7 @@ MADE: dict[str, tuple[Callable[[Path], Path], Any]] = {
     ),
     **{
         family: (lambda folder, family=family: as_published(folder, family), AutoModelForImageTextToText)
-        for family in ("mistral3", "internvl", "kimi_k25")
+        for family in ("mistral3", "ministral3", "internvl", "kimi_k25")
     },
 }
 

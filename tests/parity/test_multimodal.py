@@ -88,10 +88,15 @@ def shrunk(config: PretrainedConfig, sizes: dict[str, Any], **others: Any) -> Pr
     return type(config)(**known | {name: size for name, size in sizes.items() if name in known} | others)
 
 
-def make_multimodal(folder: Path, family: str) -> Path:
-    """A random model of images and text in fp32 with its tokenizer, as a user would have it on disk."""
+def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
+    """A random model of images and text in fp32 with its tokenizer, as a user would have it on disk.
+
+    text: the family of its text model, if it has another one by default.
+    """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family]()
+    if text:
+        config.text_config = CONFIG_MAPPING[text]()
     for part, sizes, others in (("text_config", TEXT, FAMILIES[family]), ("vision_config", VISION, {})):
         setattr(config, part, shrunk(getattr(config, part) or config.sub_configs[part](), sizes, **others))
         getattr(config, part).initializer_range = 0.1
