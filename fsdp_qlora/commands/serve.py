@@ -2,10 +2,10 @@
 
 import argparse
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.distributed.supervision.launch import (
@@ -16,6 +16,8 @@ from fsdp_qlora.distributed.supervision.launch import (
 )
 from fsdp_qlora.service.access import NO_KEY
 from fsdp_qlora.utils.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
 
 _MODULE = ("-u", "-m", "fsdp_qlora", "serve")
 _KEY_VARIABLE = "TINKER_API_KEY"
@@ -47,7 +49,8 @@ def run(args: argparse.Namespace) -> int | None:
     if args.max_models < 1:
         raise UserError("--max_models is 1 or more.")
     if args.api_key not in (None, NO_KEY):
-        _start_without_key_in_arguments(args.api_key, args.words)
+        os.environ[_KEY_VARIABLE] = args.api_key
+        _hide_key(args.words)
     given = {word.partition("=")[0] for word in args.training_options}
     defaults = [part for name, value in _DEFAULTS.items() if name not in given for part in (name, value)]
     config = parse_train_config([*args.training_options, *defaults, "--output_dir", args.folder])
@@ -67,20 +70,19 @@ def run(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _start_without_key_in_arguments(key: str, words: list[str]) -> NoReturn:
-    """Start this program again with the key in its environment: everybody on a machine can read arguments.
+def _hide_key(words: list[str]) -> None:
+    """Start this program again without the key, which is in its environment: everybody can read arguments.
 
-    Raises:
-        UserError: another program has started the ranks, whose arguments have the key too.
+    Those of another launcher have it too, so there it is only said.
     """
     if is_started_by_others():
-        raise UserError(f"--api_key is in the arguments of the ranks' launcher, too. Give it by {_KEY_VARIABLE}.")
+        log.warning("The launcher's arguments, which everybody can read, have the --api_key. Use %s.", _KEY_VARIABLE)
+        return
     left = list[str]()
     for word in words:
         if left and left[-1] == "--api_key":
             left.pop()
         elif not word.startswith("--api_key=") and not word.startswith("--api-key="):
             left.append("--api_key" if word == "--api-key" else word)
-    os.environ[_KEY_VARIABLE] = key
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *_MODULE, *left])
