@@ -137,6 +137,8 @@ def serve(config: TrainConfig, address: Address) -> None:
         free = least_free(Machine.of(config, ranks), "the memory for answers", store)
         for worker in workers:
             worker.free = free
+            least = gather_numbers([worker.limits.targets_at_once], _BY_GLOO).min()  # the same on every rank
+            worker.limits = dataclasses.replace(worker.limits, targets_at_once=int(least))
         if opened is not None:
             desk = _start_server([*map(_described, bases, workers)], opened, config, address)
         watchdog = Watchdog(control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=address.folder)
@@ -320,7 +322,13 @@ def _start_server(bases: list[Base], opened: Opened, config: TrainConfig, addres
     desk.on_done = app.wake
     connections = Connections()
     access = Access(app.api, opened.key, address.host, on_allowed=connections.trust)
-    settings = uvicorn.Config(access, http=connections.protocol(), ws="none", log_level="warning")
+    settings = uvicorn.Config(
+        access,
+        http=connections.protocol(),
+        ws="none",
+        proxy_headers=False,  # an address is that of the connection
+        log_level="warning",
+    )
     server = uvicorn.Server(settings)
     threading.Thread(target=server.run, kwargs={"sockets": [opened.listening]}, daemon=True).start()
     host, port, *_ = opened.listening.getsockname()
@@ -343,6 +351,7 @@ def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: 
             continue
         received: Order = json.loads(text)
         worker = workers[received.get("base", 0)]
+        lost = list[str]()
         try:
             results = worker.carry_out(received)
         except UserError as error:  # on every rank, and nothing is in between
@@ -351,10 +360,10 @@ def _work(workers: list[Worker], desk: Desk | None, control: Control, failures: 
             if not failures.are_of_all_ranks(error):
                 raise
             reason = reason_of(error, "done")
-            worker.recover()
+            lost = worker.recover()
         else:
             if desk is not None:
                 desk.finish(received, results)
             continue
         if desk is not None:
-            desk.refuse(reason)
+            desk.refuse(reason, lost)

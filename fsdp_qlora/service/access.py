@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
 
-MOST_BYTES = 2**26  # of a request; the client sends 5 MB at a time
+MOST_BYTES = 2**25  # of a pass; the client sends 5 MB at a time
+_MOST_OF = {"forward_backward": MOST_BYTES, "asample": 2**24}  # a prompt of a million tokens
+_MOST_OF_OTHERS = 2**20
+_MOST_AT_ONCE = 2**29  # of all requests that are being read
 BODY_SECONDS = 120.0  # for the body of a request to come
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 KEY_FILE = "api_key"
@@ -62,6 +65,7 @@ class Access:
         self.api_key = api_key
         self.on_allowed = on_allowed
         self.body_seconds = body_seconds
+        self._reading = 0  # bytes of bodies that have begun to come
         self.hosts = {"localhost", "127.0.0.1", "[::1]", host, f"[{host}]"}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -73,7 +77,8 @@ class Access:
             headers = _headers(scope)
             self._check(scope["method"], headers)
             self.on_allowed(scope.get("client"))
-            body = await _read_body(headers, receive, self.body_seconds)
+            most = _MOST_OF.get(scope["path"].rpartition("/")[2], _MOST_OF_OTHERS)
+            body = await self._read_body(headers, receive, most)
             if body is None:
                 return  # the client has gone
             await self.inner(scope, _once(body, receive), answer.send)
@@ -101,6 +106,41 @@ class Access:
             raise Refused(415, f"The content type must be {JSON} or {PROTOBUF}.")
         if method == "POST" and not kind:
             raise Refused(415, f"The request has no content type; it must be {JSON} or {PROTOBUF}.")
+
+    async def _read_body(self, headers: dict[str, str], receive: Receive, most: int) -> bytes | None:
+        """The body of a request; None if its client has gone. Raises Refused if it is too large or does not come."""
+        size = headers.get("content-length", "0")
+        if not size.isdecimal() or len(size) > 19 or int(size) > most:
+            raise Refused(413, f"This request may have {most:,} bytes.")
+        parts = list[bytes]()
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                async for part in _parts(receive):
+                    if part is None:
+                        return None
+                    self._reading += len(part)
+                    parts.append(part)
+                    if sum(map(len, parts)) > most:  # in chunks, the head says nothing of it
+                        raise Refused(413, f"This request may have {most:,} bytes.")
+                    if self._reading > _MOST_AT_ONCE:
+                        raise Refused(503, "The service reads too much at this moment.")
+        except TimeoutError as error:
+            raise Refused(408, f"The request's body has not come within {self.body_seconds:g} s.") from error
+        finally:
+            self._reading -= sum(map(len, parts))
+        return b"".join(parts)
+
+
+async def _parts(receive: Receive) -> AsyncIterator[bytes | None]:
+    """The parts of a body as they come; None if the client has gone."""
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            yield None
+            return
+        yield message.get("body", b"")
+        has_more = message.get("more_body", False)
 
 
 class _Answer:
@@ -145,30 +185,6 @@ def _without_port(host: str) -> str:
     return name if colon and port.isdigit() else host.lower()
 
 
-async def _read_body(headers: dict[str, str], receive: Receive, seconds: float) -> bytes | None:
-    """The body of a request; None if its client has gone. Raises Refused if it is too large or does not come."""
-    size = headers.get("content-length", "0")
-    too_large = Refused(413, f"A request may have {MOST_BYTES:,} bytes.")
-    if not size.isdecimal() or len(size) > 19 or int(size) > MOST_BYTES:
-        raise too_large
-    parts, total = list[bytes](), 0
-    try:
-        async with asyncio.timeout(seconds):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
-                total += len(part)
-                if total > MOST_BYTES:  # in chunks, the head says nothing of it
-                    raise too_large
-                parts.append(part)
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError as error:
-        raise Refused(408, f"The request's body has not come within {seconds:g} s.") from error
-
-
 def _once(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body, and then what the client does."""
     given = False
@@ -198,23 +214,34 @@ def kept_key(folder: Path) -> tuple[str, bool]:
     """The key of a service's folder, and whether it is new. It is drawn at the first start.
 
     Raises:
-        UserError: the file cannot be read or written.
+        UserError: the file cannot be read or written, or is not this user's alone.
     """
     path = folder / KEY_FILE
     try:
-        try:
-            with open_named(path, most_bytes=1000, follow=False) as file:
-                key = file.read().decode().strip()
-        except FileNotFoundError:
-            key = f"tml-{secrets.token_urlsafe(32)}"
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(f"{key}\n")
-            return key, True
+        if not path.exists():
+            return _draw_key(path), True
+        with open_named(path, most_bytes=1000, follow=False) as file:
+            about = os.fstat(file.fileno())
+            key = file.read().decode().strip()
     except (OSError, ValueError) as error:
         raise UserError(f"The key in {path} cannot be used: {error}.") from error
+    if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        raise UserError(f"The key in {path} is not this user's alone. Run chmod 600, or delete it for a new one.")
     check_key(key, str(path))
     return key, False
+
+
+def _draw_key(path: Path) -> str:
+    """Write a new key to a file of its owner alone, as a whole or not at all."""
+    key = f"tml-{secrets.token_urlsafe(32)}"
+    partial = path.with_name(f".{path.name}.new")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{key}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return key
 
 
 def check_key(key: str, where: str) -> None:

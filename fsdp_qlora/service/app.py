@@ -23,13 +23,13 @@ from fsdp_qlora.service.messages import parse_train_request
 from fsdp_qlora.service.names import has_form, parts_of, session_of
 from fsdp_qlora.service.orders import REQUESTS, check_metadata
 from fsdp_qlora.service.records import DONE, WAITING, Piece
+from fsdp_qlora.service.request_queue import Busy
 from fsdp_qlora.service.wall_clock import date_of
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
-_MOST_JSON_BYTES = 2**20  # of a request for a model, besides its data
-_MOST_SAMPLE_BYTES = 2**24  # of a request for samples: a prompt of a million tokens
 _MOST_DISPLAYED = 1000  # characters of a session's name for people
+_LONGEST_REASON = 2000
 _HELD_SECONDS = 25.0  # a question for a result; the client waits 45
 _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken as false."
 _CHECKPOINTS = {"weights": "training", "sampler_weights": "sampler"}
@@ -56,6 +56,7 @@ class App:
         for error in (UserError, ValidationError):
             self.api.exception_handler(error)(_refused)
         self.api.exception_handler(sqlite3.Error)(_not_recorded)
+        self.api.exception_handler(Busy)(_busy)
         self.api.exception_handler(404)(_not_served)
         post, get, prefix = self.api.post, self.api.get, "/api/v1"
         get(f"{prefix}/healthz")(lambda: {"status": "ok"})
@@ -163,8 +164,6 @@ class App:
         async def endpoint(request: Request) -> dict[str, Any]:
             content = await _read_json(request)
             body = await request.body()
-            if len(body) > _MOST_JSON_BYTES:
-                raise UserError(f"A request of {kind} may have {_MOST_JSON_BYTES:,} bytes.")
             if kind == "create_model" or (kind == "load_weights" and content.get("model_id") is None):
                 self._known_session(content.get("session_id"))
                 number = content.get("model_seq_id")
@@ -197,8 +196,6 @@ class App:
 
     async def asample(self, request: Request) -> dict[str, Any]:
         content, body = await _read_json(request), await request.body()
-        if len(body) > _MOST_SAMPLE_BYTES:
-            raise UserError(f"A request for samples may have {_MOST_SAMPLE_BYTES:,} bytes.")
         sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
         if sampler is None:
             sampler, seq = f"direct:{secrets.token_hex(16)}", 0
@@ -213,7 +210,7 @@ class App:
     def _submit(self, kind: str, target: str, seq: Any, body: bytes) -> dict[str, Any]:
         if not _is_number(seq) or not has_form("request", f"{target}:{seq}"):
             raise UserError("The request does not say for which model or sampler it is, and which of its requests.")
-        piece = Piece(f"{target}:{seq}", target, seq, kind)
+        piece = Piece(f"{target}:{seq}", target, seq, kind, len(body))
         self.desk.submit(piece, body)
         return {"request_id": piece.id, "model_id": target}
 
@@ -329,6 +326,10 @@ def _refused(request: Request, error: Exception) -> Response:
     return _error(400, describe_invalid(error) if isinstance(error, ValidationError) else str(error))
 
 
+def _busy(request: Request, error: Exception) -> Response:
+    return _error(429, str(error))
+
+
 def _not_recorded(request: Request, error: Exception) -> Response:
     """The request was not taken; its client asks again."""
     return _error(503, f"The service's folder cannot be read or written now ({error}).")
@@ -341,4 +342,4 @@ def _not_served(request: Request, error: Any) -> Response:
 
 
 def _error(status: int, reason: str) -> Response:
-    return PlainJSON({"error": reason, "category": "user"}, status)
+    return PlainJSON({"error": reason[:_LONGEST_REASON], "category": "user"}, status)

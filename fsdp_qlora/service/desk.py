@@ -12,13 +12,13 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from fsdp_qlora.service.orders import Base, Orders, WantedSample
-from fsdp_qlora.service.records import DONE, FAILED, Piece, Records
+from fsdp_qlora.service.records import DONE, FAILED, WAITING, Piece, Records
 from fsdp_qlora.service.request_queue import RequestQueue
 from fsdp_qlora.service.sampling import SampleGroup
 from fsdp_qlora.service.saved_weights import SavedWeights
@@ -35,7 +35,8 @@ _KEPT_RESULTS = 20_000  # of requests, besides those that a model's state needs
 _KEPT_BYTES = 2**30  # of these
 _MOST_TRIES = 3  # of a request during which the service ends
 _DIRECT_SECONDS = 3600.0  # that a sampler of a single request is kept at least
-_MOST_LOOKED_AT = 2048  # samples that wait, for those to answer together; what is read of each is kept
+_MOST_LOOKED_AT = 2**22  # tokens of the prompts that wait, for those to answer together; what is read is kept
+_LONGEST_REASON = 2000
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
 
@@ -72,7 +73,7 @@ class Desk:
         self._steps: dict[str, int] = {}  # since then
         self._with_gradients: set[str] = set()
         self._samples: dict[str, WantedSample] = {}  # that wait, by their names
-        self._alone: set[str] = set()  # samples that are not answered together with others
+        self._alone = records.tried_samples()  # samples that are not answered together with others
         self._in_work: list[Piece] = []
         self._coming: deque[Order] = deque()
         self._order: Order | None = None  # that the ranks carry out
@@ -98,8 +99,8 @@ class Desk:
             self._fail(piece, "cancelled")
 
     def result(self, name: str) -> tuple[str, bytes] | None:
-        """State and result of a piece; None if it is unknown."""
-        return self._unwritten.get(name) or self.records.result(name)
+        """State and result of a piece; None if it is unknown. What is not written yet is not shown."""
+        return (WAITING, b"") if name in self._unwritten else self.records.result(name)
 
     # --- for the main thread ---
 
@@ -109,19 +110,28 @@ class Desk:
             time.sleep(seconds)  # nothing can be recorded, so nothing is begun
             return None
         self._sweep()
-        while not self._coming:
-            piece = self.queue.take(seconds)
-            if piece is None:
-                return None
-            self._in_work = [piece]
-            with self._failing("read"):
-                if self.records.begin(piece.id) > _MOST_TRIES:
-                    raise UserError("The service has ended each time that it worked on this request.")
-                self._coming.extend(self._orders_of(piece))
+        if not self._coming:
+            self._begin_next(seconds)
+        if not self._coming:
+            return None  # there is none, or it has failed: the ranks give a sign of life between two requests
         self._order = self._coming.popleft()
         with self._failing("read"):
             return self._with_body(self._order)
         return None
+
+    def _begin_next(self, seconds: float) -> None:
+        """Turn the next request into orders, if one comes within these seconds and can be done."""
+        piece = self.queue.take(seconds)
+        if piece is None:
+            return
+        self._in_work = [piece]
+        with self._failing("read"):
+            tries = self.records.begin(piece.id)
+            if tries > _MOST_TRIES:
+                raise UserError("The service has ended each time that it worked on this request.")
+            if tries > 1:
+                self._alone.add(piece.id)
+            self._coming.extend(self._orders_of(piece))
 
     def _with_body(self, order: Order) -> Order:
         if order["kind"] != "forward_backward":
@@ -178,18 +188,23 @@ class Desk:
         self._steps[model] = self._steps.get(model, 0) + 1
         return 0 < steps <= self._steps[model] or 0 < seconds < time.monotonic() - self._saved_at[model]
 
-    def refuse(self, reason: str) -> None:
-        """Record that the last order, and those that were to follow, cannot be carried out."""
+    def refuse(self, reason: str, lost: Iterable[str] = ()) -> None:
+        """Record that the last order, and those that were to follow, cannot be carried out.
+
+        Args:
+            lost: models that the ranks have lost by it.
+        """
         order, pieces = self._order, self._in_work
         self._order, self._in_work = None, []
         self._coming.clear()
-        for model in self._uncertain(order, pieces):
+        for model in {*lost, *self._uncertain(order, pieces)}:
             self._used_at.pop(model, None)
             self._with_gradients.discard(model)
             self._coming.append({"kind": "drop", "model": model, "repeats": True})
         if order is not None and "live" in order:
             log.warning("Model %s: its state cannot be saved now. %s", order["model"], reason)
-            shutil.rmtree(order["path"], ignore_errors=True)
+            if self._live_of(order["model"]) != order["live"]:
+                shutil.rmtree(order["path"], ignore_errors=True)
             self._note_saved(order["model"])  # the next try comes when a save is due again
         if len(pieces) > 1:  # one of them may be the cause
             self._alone |= {piece.id for piece in pieces}
@@ -215,7 +230,7 @@ class Desk:
         return models
 
     def _fail(self, piece: Piece, reason: str) -> None:
-        answer = json.dumps({"error": reason, "category": "user"}).encode()
+        answer = json.dumps({"error": reason[:_LONGEST_REASON], "category": "user"}).encode()
         try:
             self.records.finish([(piece.id, FAILED, answer)])
         except sqlite3.Error:
@@ -236,6 +251,8 @@ class Desk:
         with self._lock:
             for name in unwritten:
                 del self._unwritten[name]
+        for name in unwritten:
+            self.on_done(name)
         return True
 
     def _turn(self, piece: Piece) -> None:
@@ -245,21 +262,29 @@ class Desk:
         self.queue.is_over(piece)
         self.on_done(piece.id)
 
+    def _live_of(self, model: str) -> int:
+        """The number of the request after which a model's own state was saved; -1 for none."""
+        return int((self.records.get("model", model) or {}).get("live", -1))
+
     def _first_number(self, model: str) -> int:
-        live = (self.records.get("model", model) or {}).get("live", -1)
-        return 1 + max(live, self.records.last_done(model))
+        return 1 + max(self._live_of(model), self.records.last_done(model))
 
     def _orders_of(self, piece: Piece) -> list[Order]:
         """The order for a piece, behind those that bring its model to where it was and make room for it."""
         if piece.kind == "asample":
             return [self._sampling(piece)]
         order, model = self.orders.read(piece), piece.target
-        before = [] if model in self._used_at or order.get("makes") else self._restored(model)
+        before = list[Order]()
+        if model not in self._used_at and not order.get("makes"):
+            before = self._restored(model)
+            if not before:
+                raise UserError("The model was not made: the request that makes it has failed.")
         while len(self._used_at.keys() - {model}) >= self.most_models:
             oldest = min(self._used_at.keys() - {model}, key=self._used_at.__getitem__)
             del self._used_at[oldest]
-            if oldest not in self._with_gradients:
-                before.append(self._live_order(oldest, self.queue.number_of(oldest) - 1))
+            seq = self.queue.number_of(oldest) - 1
+            if oldest not in self._with_gradients and self._live_of(oldest) != seq:
+                before.append(self._live_order(oldest, seq))
             before.append({"kind": "drop", "model": oldest, "repeats": True})
         self._used_at[model] = time.monotonic()
         self._saved_at.setdefault(model, time.monotonic())
@@ -297,20 +322,33 @@ class Desk:
         order = self.orders.sampling(wanted)
         group = SampleGroup([wanted.request])
         others = [] if piece.id in self._alone else self.queue.samples()
-        for other in others[:_MOST_LOOKED_AT]:
+        looked_at = 0
+        for other in others:
             if other.id in self._alone:
                 continue
-            try:
-                beside = self._wanted(other)
-            except (UserError, ValidationError):
-                continue  # fails when its turn comes
+            beside = self._read_other(other)
+            if beside is None:
+                continue
+            looked_at += beside.request.prompt_length
+            if looked_at > _MOST_LOOKED_AT:
+                break
             if not beside.is_alike(wanted) or not group.has_room_for(beside.request):
                 continue
             if self.queue.remove_sample(other.id) is None:
                 continue  # cancelled
             self._in_work.append(other)
+            self.records.begin(other.id)
             group.requests.append(beside.request)
         return {**order, "requests": [request.own for request in group.requests]}
+
+    def _read_other(self, piece: Piece) -> WantedSample | None:
+        """As `_wanted`; a request that cannot be read fails now, and is not read again for each order."""
+        try:
+            return self._wanted(piece)
+        except Exception as error:
+            if self.queue.remove_sample(piece.id) is not None:
+                self._fail(piece, reason_of(error, "read"))
+            return None
 
     def _wanted(self, piece: Piece) -> WantedSample:
         """Read each request once: all that wait are looked at for each order."""

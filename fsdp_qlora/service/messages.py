@@ -17,6 +17,7 @@ from fsdp_qlora.data.batches.micro_batch import IGNORE_INDEX, MicroBatch
 from fsdp_qlora.data.batches.rows import Numbers, TokenizedRows
 from fsdp_qlora.service.losses import LOSSES, Loss
 from fsdp_qlora.utils.errors import UserError
+from fsdp_qlora.utils.text import shown
 
 _DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 _MOST_DATUMS = 2**14  # of a request
@@ -81,12 +82,12 @@ class TrainRequest:
     def read(cls, message: pb.ForwardBackwardRequest, limits: Limits) -> "TrainRequest":
         """Raises UserError: it cannot be computed."""
         if (loss := LOSSES.get(message.loss_fn)) is None:
-            raise UserError(f"The loss {message.loss_fn!r} is not served; these are: {', '.join(LOSSES)}.")
+            raise UserError(f"The loss {shown(message.loss_fn)} is not served; these are: {', '.join(LOSSES)}.")
         given = {**message.loss_fn_config, **{name: each.number for name, each in message.loss_fn_config_v2.items()}}
         if unknown := given.keys() - loss.config.keys():
-            raise UserError(f"The loss {message.loss_fn} has no setting {', '.join(sorted(unknown))}.")
+            raise UserError(f"The loss {message.loss_fn} has no setting {shown(sorted(unknown))}.")
         if not all(map(math.isfinite, given.values())):
-            raise UserError(f"The loss {message.loss_fn} has a setting that is not finite: {given}.")
+            raise UserError(f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}.")
         _check_sizes(message, limits)
         rows, datums = list[np.ndarray](), list[dict[str, np.ndarray]]()
         for number, datum in enumerate(message.data):
@@ -205,6 +206,8 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
     positions, width = 0, 1
     for datum in message.data:
         positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
+        if any(len(tensor.shape) > 2 for tensor in datum.loss_fn_inputs.values()):
+            raise UserError("A tensor has more than two dimensions; those of targets are [tokens] or [tokens, K].")
         if "target_tokens" in datum.loss_fn_inputs:
             width = max(width, *datum.loss_fn_inputs["target_tokens"].shape[1:2], 0)
     limits.check_targets(positions, width)
@@ -218,7 +221,7 @@ def _read_inputs(
     names = ("target_tokens", *loss.tensors, *loss.optional)
     given = datum.loss_fn_inputs
     if unknown := given.keys() - {*names, "mask"}:
-        raise UserError(f"Datum {number}: the loss {loss_name} takes no {', '.join(sorted(unknown))}.")
+        raise UserError(f"Datum {number}: the loss {loss_name} takes no {shown(sorted(unknown))}.")
     for name in names:
         if name not in given and name not in loss.optional:
             raise UserError(f"Datum {number} has no {name}, which the loss {loss_name} needs.")

@@ -36,13 +36,14 @@ class Piece(NamedTuple):
     """A request for the ranks.
 
     target: the model or sampling session that it is for. seq: its place among the target's. kind: the name of its
-    endpoint.
+    endpoint. size: bytes of its body.
     """
 
     id: str
     target: str
     seq: int
     kind: str
+    size: int = 0
 
 
 class Records:
@@ -108,7 +109,7 @@ class Records:
         """Add a piece with its request's body; False if it is there already."""
         columns = "(id, target, seq, kind, body, state)"
         statement = f"INSERT OR IGNORE INTO pieces {columns} VALUES (?, ?, ?, ?, ?, ?) RETURNING number"
-        return bool(self._execute(statement, *piece, body, WAITING))
+        return bool(self._execute(statement, *piece[:4], body, WAITING))
 
     def body(self, name: str) -> bytes:
         """The body of a piece that may have to be done, again or for the first time."""
@@ -145,9 +146,14 @@ class Records:
         """(state, result) of a piece; None if it is unknown."""
         return next(iter(self._execute("SELECT state, result FROM pieces WHERE id = ?", name)), None)
 
+    def tried_samples(self) -> set[str]:
+        """The requests for samples that wait and were worked on when the service ended."""
+        query = "SELECT id FROM pieces WHERE state = 'waiting' AND tries > 0 AND kind = 'asample'"
+        return {name for (name,) in self._execute(query)}
+
     def waiting(self) -> list[Piece]:
         """The pieces without a result, in the order in which they came."""
-        query = "SELECT id, target, seq, kind FROM pieces WHERE state = 'waiting' ORDER BY number"
+        query = "SELECT id, target, seq, kind, length(body) FROM pieces WHERE state = 'waiting' ORDER BY number"
         return [Piece(*row) for row in self._execute(query)]
 
     def done_after(self, target: str, seq: int) -> list[Piece]:

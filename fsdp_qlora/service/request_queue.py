@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,7 +11,13 @@ from fsdp_qlora.service.records import Piece
 from fsdp_qlora.utils.errors import UserError
 
 _MOST_AHEAD = 10_000  # numbers that a model's request may be ahead of the one whose turn it is
+_MOST_WAITING = 20_000  # requests of a session
+_MOST_BYTES = 2**31  # of their bodies
 _HOLE_SECONDS = 600.0  # for a request to come that others of its model wait for
+
+
+class Busy(Exception):
+    """Too much waits; the client should ask again later."""
 
 
 class Late(NamedTuple):
@@ -39,6 +45,8 @@ class RequestQueue:
         self._turns = deque[str]()  # of those with requests; the next one is the first whose request can be done
         self._next: dict[str, int] = {}  # the number whose turn it is, of models with requests
         self._missing_since: dict[str, float] = {}  # models that wait for a number
+        self._counts = Counter[str]()  # of each session's requests
+        self._bytes = Counter[str]()  # of their bodies
         for piece in waiting:
             self._add(piece)
 
@@ -46,8 +54,14 @@ class RequestQueue:
         """Refuse a request that would wait for too many others.
 
         Raises:
+            Busy: so much of its session waits that its client should ask again later.
             UserError: it is too far ahead.
         """
+        session = session_of(piece.target)
+        with self._changed:
+            is_full = self._counts[session] >= _MOST_WAITING or self._bytes[session] + piece.size > _MOST_BYTES
+        if is_full:
+            raise Busy("Too many requests of this session wait. Ask again when some are done.")
         if piece.kind == "asample":
             return
         with self._changed:
@@ -66,6 +80,9 @@ class RequestQueue:
 
     def _add(self, piece: Piece) -> None:
         turn = _turn_of(piece)
+        session = session_of(piece.target)
+        self._counts[session] += 1
+        self._bytes[session] += piece.size
         if piece.kind == "asample":
             self._of_samplers.setdefault(turn, {})[piece.id] = piece
         else:
@@ -90,7 +107,7 @@ class RequestQueue:
             for turn, waiting in self._of_samplers.items():
                 if piece := waiting.pop(name, None):
                     self._close(turn)
-                    return piece
+                    return self._counted_out(piece)
         return None
 
     def samples(self) -> list[Piece]:
@@ -119,10 +136,20 @@ class RequestQueue:
     def _pop(self, turn: str) -> Piece | None:
         """Take the request out whose turn it is, if it is there."""
         if samples := self._of_samplers.get(turn):
-            return samples.pop(next(iter(samples)))
-        if waiting := self._of_models.get(turn):
-            return waiting.pop(self._next[turn], None)
+            return self._counted_out(samples.pop(next(iter(samples))))
+        waiting = self._of_models.get(turn, {})
+        if self._next.get(turn) in waiting:
+            return self._counted_out(waiting.pop(self._next[turn]))
         return None
+
+    def _counted_out(self, piece: Piece) -> Piece:
+        """Count a request no longer among those that wait."""
+        session = session_of(piece.target)
+        self._counts[session] -= 1
+        self._bytes[session] -= piece.size
+        if not self._counts[session]:
+            del self._counts[session], self._bytes[session]
+        return piece
 
     def _close(self, turn: str) -> None:
         """Drop a turn that has no requests left."""
@@ -155,11 +182,13 @@ class RequestQueue:
             for model, waiting in [*self._of_models.items()]:
                 number = self._next[model]
                 for seq in [seq for seq in waiting if seq < number]:
-                    late.append(Late(waiting.pop(seq), f"The model's request {seq} has been passed over."))
+                    late.append(
+                        Late(self._counted_out(waiting.pop(seq)), f"The model's request {seq} has been passed over.")
+                    )
                 if self._is_overdue(model):
                     first = min(waiting)
                     reason = f"The model's request {number}, which comes before, has not come for some minutes."
-                    late.append(Late(waiting.pop(first), reason))
+                    late.append(Late(self._counted_out(waiting.pop(first)), reason))
                 self._close(model)
         return late
 

@@ -165,8 +165,9 @@ class Rooms:
                 self._write_state(room, staging, moments, with_optimizer=with_optimizer)
                 files = [path for path in staging.rglob("*") if path.is_file()]
                 names = [path.relative_to(staging).as_posix() for path in files]
-                shutil.rmtree(folder, ignore_errors=True)
-                publish_checkpoint(staging, folder, dict(zip(names, records_of(files), strict=True)))
+                hashes = dict(zip(names, records_of(files), strict=True))
+                with moved_aside(folder):
+                    publish_checkpoint(staging, folder, hashes)
 
     @contextlib.contextmanager
     def _writing(self, staging: Path) -> Iterator[None]:
@@ -268,6 +269,24 @@ class _Narrowed(LiveValues):
 
     def whole(self, tensor: Tensor) -> Tensor:
         return self._rooms._narrow(tensor, super().whole(tensor), self._room.rank)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def moved_aside(folder: Path) -> Iterator[None]:
+    """In this block a folder has another name, if it exists; afterwards it is deleted, or put back after a failure."""
+    old = folder.with_name(f".{folder.name}.old")
+    if not folder.exists():
+        yield
+        return
+    shutil.rmtree(old, ignore_errors=True)
+    folder.rename(old)
+    try:
+        yield
+    except BaseException:
+        if not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -12,6 +12,7 @@ from fsdp_qlora.utils.errors import UserError
 MOST_SAMPLES = 1024  # of requests that are answered together
 _MOST_TOP = 1024  # likeliest tokens
 MOST_PROMPT_VALUES = 2**26  # that are found of the prompts of requests that are answered together
+_MOST_STOPS = 1024  # tokens and texts
 _MOST_STOP_TEXTS = 64  # each is looked for at each token
 _LONGEST_STOP_TEXT = 1000
 _NOT_SERVED = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
@@ -113,6 +114,8 @@ def _stops(stop: str | Sequence[str] | Sequence[int] | None) -> list[str] | list
     if stop is None:
         return None
     stops: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    if len(stops) > _MOST_STOPS:
+        raise UserError(f"stop has {len(stops):,} entries; at most {_MOST_STOPS:,} are allowed.")
     texts = [each for each in stops if isinstance(each, str)]
     if len(texts) > _MOST_STOP_TEXTS or not all(0 < len(text) <= _LONGEST_STOP_TEXT for text in texts):
         raise UserError(

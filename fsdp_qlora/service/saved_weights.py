@@ -77,8 +77,8 @@ class SavedWeights:
     # --- what becomes of them ---
 
     def set_expiry(self, uri: str, seconds: Any) -> None:
-        entry = self.entry(uri)
-        self.records.put("checkpoint", uri, {**entry, "expires": self.expiry(seconds)})
+        with self.records.all_or_none():  # the weights may be saved anew meanwhile
+            self.records.put("checkpoint", uri, {**self.entry(uri), "expires": self.expiry(seconds)})
 
     def note_sampling(self, uri: str) -> None:
         """Somebody samples from these weights."""

@@ -48,18 +48,20 @@ class Sessions:
         Args:
             keeping: models that are in memory.
         """
+        # First what belongs to sessions: a session that is made meanwhile is then listed too.
+        samplers, models = list(self.records.find("sampler")), list(self.records.find("model"))
         living = {session_of(model) for model in keeping}
         for session, about in list(self.records.find("session")):
             if session in living or not self._is_over(about):
                 living.add(session)
             else:
                 self.records.delete("session", session)
-        for sampler, _ in list(self.records.find("sampler")):
+        for sampler, _ in samplers:
             if session_of(sampler) not in living | {"direct"}:
                 self.records.delete("sampler", sampler)
                 self.records.forget_target(sampler)
-        models = [model for model, _ in list(self.records.find("model")) if session_of(model) not in living]
-        unsaved = [model for model in models if not self.weights.of_model(model)]
+        left = [model for model, _ in models if session_of(model) not in living]
+        unsaved = [model for model in left if not self.weights.of_model(model)]
         for model in unsaved:
             self._forget(model)
         return unsaved

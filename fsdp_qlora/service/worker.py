@@ -105,19 +105,26 @@ class Worker:
         results: list[Result] = do[order["kind"]](order)
         return results
 
-    def recover(self) -> None:
+    def recover(self) -> list[str]:
         """After a failure that all ranks had: be ready for the next order. Called on every rank.
 
-        The adapter in the shards may have changed, so it is given up. Until a whole forward pass FSDP2 takes a block
-        that an error left in work for gathered.
+        The adapter in the shards may have changed, so it is given up, whosever it is. Until a whole forward pass FSDP2
+        takes a block that an error left in work for gathered.
+
+        Returns:
+            The models that are lost with it: what is in host memory is older.
         """
         self.targets.request = None
+        lost = [name for name, room in self.models.items() if room is self.rooms.inside]
+        for name in lost:
+            del self.models[name]
         self.rooms.abandon()
         forward = self.rooms.trainer.forward
         reshard_all(forward.model)
         release_cached_memory(self.rooms.trainer.ranks.device)
         token_logprobs(forward, rows_to_score([[0, 0]]))
         reshard_all(forward.model)
+        return lost
 
     # --- models ---
 

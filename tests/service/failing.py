@@ -1,4 +1,4 @@
-"""`serve` with losses that fail in the middle of a pass: python -m tests.service.failing --model_name ...
+"""`serve` with losses and adapters that fail: python -m tests.service.failing --model_name ...
 
 Its dro raises an error on all ranks where beta is 13, and on the second rank alone where it is 14.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_qlora.__main__ import main
 
 ON_ALL, ON_ONE = 13.0, 14.0
+UNLUCKY = 13  # a seed with which no adapter can be made
 
 
 def failing(loss: Any) -> Any:
@@ -22,8 +23,18 @@ def failing(loss: Any) -> Any:
     return dataclasses.replace(loss, sum=summed)
 
 
-if __name__ == "__main__":
-    from fsdp_qlora.service import losses
+def made(make: Any) -> Any:
+    def checked(self: Any, about: Any) -> Any:
+        if about["seed"] == UNLUCKY:
+            raise ArithmeticError("of a kind that nobody thought of")
+        return make(self, about)
 
+    return checked
+
+
+if __name__ == "__main__":
+    from fsdp_qlora.service import losses, rooms
+
+    rooms.Rooms.make = made(rooms.Rooms.make)  # type: ignore[method-assign]
     losses.LOSSES["dro"] = failing(losses.LOSSES["dro"])
     sys.exit(main(["serve", *sys.argv[1:]]))

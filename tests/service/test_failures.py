@@ -13,7 +13,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.failing import ON_ALL, ON_ONE
+from tests.service.failing import ON_ALL, ON_ONE, UNLUCKY
 from tests.service.harness import Service, assert_equal, datums
 
 STEP = types.AdamParams(learning_rate=1e-3)
@@ -43,6 +43,12 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
         each.forward_backward(datums(2, 2), "cross_entropy")
     with pytest.raises(tinker.TinkerError, match="ArithmeticError"):
         client.forward_backward(datums(2, of_policy=True), "dro", {"beta": ON_ALL}).result(timeout=60)
+    train(client, 4)  # and is in the shards, when another one's request fails before it is
+    train(twin, 4)
+    client.forward_backward(datums(2, 5), "cross_entropy").result(timeout=60)
+    with pytest.raises(tinker.TinkerError, match="ArithmeticError"):
+        failing.trainer(seed=UNLUCKY)
+    twin.forward_backward(datums(2, 5), "cross_entropy").result(timeout=60)
     for each in (client, twin):  # the gradients of before are still there
         each.optim_step(STEP).result(timeout=60)
         train(each, 3)

@@ -15,7 +15,11 @@ import psutil
 import pytest
 from tinker import types
 
+from fsdp_qlora.service.desk import Desk
+from fsdp_qlora.service.messages import Limits
+from fsdp_qlora.service.orders import Base
 from fsdp_qlora.service.records import Piece, Records
+from fsdp_qlora.service.rooms import moved_aside
 from fsdp_qlora.utils.errors import UserError
 from tests.service.harness import KEY, Service, assert_equal, datums, outcome, said
 from tests.tiny import ROOT, flags
@@ -194,3 +198,53 @@ def test_results_are_kept_by_count_and_by_bytes(tmp_path: Path) -> None:
     records.forget_old(0, 0)
     records.forget_direct_samplers(1.0)
     assert records.get("sampler", sampler) is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_folder_is_replaced_as_a_whole_or_put_back(tmp_path: Path, fails: bool) -> None:
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "old").write_text("")
+    with contextlib.suppress(OSError), moved_aside(folder):
+        if fails:
+            raise OSError("the disk is full")
+        folder.mkdir()
+        (folder / "new").write_text("")
+    assert [path.name for path in folder.iterdir()] == ["old" if fails else "new"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.quick
+def test_a_state_that_is_saved_is_not_saved_again_to_make_room(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    base = Base(["base"], "base", Limits(10, 10, 10, 10))
+    desk = Desk(records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0))
+    other = f"{'1' * 32}:train:0"
+    request = {"session_id": "1" * 32, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 2}}
+    piece = Piece(f"{other}:0", other, 0, "create_model")
+    records.add(piece, json.dumps(request).encode())
+    for live, kinds in ((4, ["drop", "create_model"]), (3, ["save", "drop", "create_model"])):
+        records.put("model", MODEL, {"about": {}, "live": live})
+        for number in range(5):
+            records.add(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"{}")
+            records.finish([(f"{MODEL}:{number}", "done", b"")])
+        desk._used_at = {MODEL: 0.0}
+        assert [order["kind"] for order in desk._orders_of(piece)] == kinds
+
+
+@pytest.mark.quick
+def test_requests_that_cannot_be_read_fail_one_at_a_time(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    base = Base(["base"], "base", Limits(10, 10, 10, 10))
+    desk = Desk(records, tmp_path, [base], most_rank=8, most_models=1, save_times=(0, 0.0))
+    records.put("session", MODEL[:32], {"time": 0.0})
+    records.put("model", MODEL, {"about": {}})
+    done: list[str] = []
+    desk.on_done = done.append
+    for number in range(3):
+        desk.submit(Piece(f"{MODEL}:{number}", MODEL, number, "optim_step"), b"\xff{")
+    for count in (1, 2, 3):  # the ranks give a sign of life between two of them
+        assert desk.take(0.0) is None and len(done) == count
+    state, answer = desk.result(f"{MODEL}:2") or ("", b"")
+    assert state == "failed" and b"error" in answer

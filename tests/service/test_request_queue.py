@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_qlora.service import request_queue
 from fsdp_qlora.service.records import Piece
-from fsdp_qlora.service.request_queue import RequestQueue
+from fsdp_qlora.service.request_queue import Busy, RequestQueue
 from fsdp_qlora.service.wall_clock import WallClock, date_of
 from fsdp_qlora.utils.errors import UserError
 
@@ -85,6 +85,21 @@ def test_requests_far_ahead_are_refused_and_passed_ones_given_up() -> None:
     assert late.piece.seq == 3
     after_a_kill.is_over(late.piece)
     assert after_a_kill.number_of(passes(0, 0)[0].target) == 5
+
+
+def test_a_session_that_fills_the_queue_is_told_to_wait() -> None:
+    waiting = queue()
+    large = [piece._replace(size=2**30) for piece in passes(0, 0, 1, 2)]
+    for piece in large[:2]:
+        waiting.check(piece)
+        waiting.add(piece)
+    with pytest.raises(Busy):
+        waiting.check(large[2])
+    waiting.check(passes(1, 0)[0]._replace(size=2**30))  # another one is not concerned
+    order(waiting, 1)
+    waiting.check(large[2])
+    order(waiting, 1)
+    assert not waiting._counts and not waiting._bytes
 
 
 def test_cancelled_samples_leave_nothing_behind() -> None:
