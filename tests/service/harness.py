@@ -75,8 +75,10 @@ class Service:
     def end(self) -> None:
         """Kill it for good. A client that lived on would go on calling, and warn that nobody answers."""
         try:
+            deadline = time.monotonic() + 60
             for closing in [each.close("success") for each in self._clients]:
-                closing.result(timeout=60)
+                with contextlib.suppress(TimeoutError):
+                    closing.result(timeout=max(0.0, deadline - time.monotonic()))
         finally:
             self.kill()
 

@@ -76,7 +76,7 @@ def test_another_alpha_is_refused_and_an_older_folder_taken_over(models: Callabl
         service.start()
         assert_equal(service.adapter(client, "after"), saved, 0)
     finally:
-        service.kill()
+        service.end()
 
 
 @pytest.fixture
