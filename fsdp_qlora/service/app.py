@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tinker import types
 
 from fsdp_qlora.service.access import JSON, PROTOBUF
-from fsdp_qlora.service.desk import Desk, describe_invalid
+from fsdp_qlora.service.desk import LONGEST_REASON, Desk, describe_invalid
 from fsdp_qlora.service.messages import parse_train_request
 from fsdp_qlora.service.names import has_form, parts_of, session_of
 from fsdp_qlora.service.orders import REQUESTS, check_metadata
@@ -29,7 +29,6 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.text import shown
 
 _MOST_DISPLAYED = 1000  # characters of a session's name for people
-_LONGEST_REASON = 2000
 _HELD_SECONDS = 25.0  # a question for a result; the client waits 45
 _NO_HEAD = "This service trains no adapter of the head: train_unembed is taken as false."
 _CHECKPOINTS = {"weights": "training", "sampler_weights": "sampler"}
@@ -342,4 +341,4 @@ def _not_served(request: Request, error: Any) -> Response:
 
 
 def _error(status: int, reason: str) -> Response:
-    return PlainJSON({"error": reason[:_LONGEST_REASON], "category": "user"}, status)
+    return PlainJSON({"error": reason[:LONGEST_REASON], "category": "user"}, status)

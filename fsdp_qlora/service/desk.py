@@ -5,6 +5,7 @@ fails alone, and its number counts as used: a client goes on with the next one.
 """
 
 import base64
+import contextlib
 import json
 import logging
 import shutil
@@ -12,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -36,7 +37,7 @@ _KEPT_BYTES = 2**30  # of these
 _MOST_TRIES = 3  # of a request during which the service ends
 _DIRECT_SECONDS = 3600.0  # that a sampler of a single request is kept at least
 _MOST_LOOKED_AT = 2**22  # tokens of the prompts that wait, for those to answer together; what is read is kept
-_LONGEST_REASON = 2000
+LONGEST_REASON = 2000  # characters that a client is told
 _SAVES = ("save_weights", "save_weights_for_sampler")
 
 
@@ -139,8 +140,13 @@ class Desk:
         body = self.records.body(f"{order['model']}:{order['seq']}")
         return {**order, "body": base64.b64encode(body).decode()}
 
-    def _failing(self, doing: str) -> "Failing":
-        return Failing(self, doing)
+    @contextlib.contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """In this block any exception fails the requests in work, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(reason_of(error, doing))
 
     def finish(self, order: Order, results: list[Result]) -> None:
         """Record what an order has led to, and tell the clients that wait for it."""
@@ -230,7 +236,7 @@ class Desk:
         return models
 
     def _fail(self, piece: Piece, reason: str) -> None:
-        answer = json.dumps({"error": reason[:_LONGEST_REASON], "category": "user"}).encode()
+        answer = json.dumps({"error": reason[:LONGEST_REASON], "category": "user"}).encode()
         try:
             self.records.finish([(piece.id, FAILED, answer)])
         except sqlite3.Error:
@@ -377,22 +383,6 @@ class Desk:
             self._saved_at.pop(model, None)
             self._steps.pop(model, None)
         self.queue.forget_idle()
-
-
-class Failing:
-    """In this block any exception fails the requests in work, and nothing else."""
-
-    def __init__(self, desk: Desk, doing: str) -> None:
-        self.desk, self.doing = desk, doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.desk.refuse(reason_of(error, self.doing))
-        return True
 
 
 def reason_of(error: Exception, doing: str) -> str:

@@ -110,9 +110,12 @@ class Rooms:
 
     def is_finite(self) -> bool:
         """Whether all numbers of the adapter in the shards are finite, on every rank. Collective."""
-        bad = [(~local_part(parameter).isfinite()).any() for parameter in self.parameters.values()]
-        count = float(torch.stack([each.to("cpu") for each in bad]).sum())
-        return not gather_numbers([count], self.trainer.ranks.device).any()
+        by_device: dict[torch.device, list[Tensor]] = {}  # the host waits once for each, and not for each tensor
+        for parameter in self.parameters.values():
+            local = local_part(parameter)
+            by_device.setdefault(local.device, []).append(local.isfinite().all())
+        is_bad = any(not torch.stack(flags).all() for flags in by_device.values())
+        return not gather_numbers([float(is_bad)], self.trainer.ranks.device).any()
 
     def abandon(self) -> None:
         """Leave what is in the shards as it is: a failure may have changed it. The next adapter takes its place."""
