@@ -4,11 +4,10 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from fsdp_qlora.data.content import BadRow, texts_of
+from fsdp_qlora.data.content import BadRow, num_common, texts_of
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -188,7 +187,7 @@ class Conversation:
 
     def _num_same(self, text: str, other: str | None) -> int:
         """The number of characters with which both begin, without a part of a token."""
-        num = _num_common(text, other)
+        num = num_common(text, other or "")
         longest = len(self._end_tokens[0]) if self._end_tokens else 0
         near = text[max(0, num - longest) : num + longest]
         tokens = [token for token in self._end_tokens if token in near]
@@ -216,14 +215,9 @@ def _thinks(message: Message, ends: str) -> bool:
     return any(message.get(name) for name in REASONING) or any(ends in text for text in texts_of(message))
 
 
-def _num_common(text: str, other: str | None) -> int:
-    """The number of characters that both begin with."""
-    return len(os.path.commonprefix([text, other or ""]))  # noqa: RUF071  of texts, not of paths
-
-
 def _common_end(text: str, other: str | None) -> str:
     """The text with which both end."""
-    num = _num_common(text[::-1], (other or "")[::-1])
+    num = num_common(text[::-1], (other or "")[::-1])
     return text[len(text) - num :]
 
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_qlora.data.content import BadRow, Chat, Fields, PreferenceRow, Rendered, Row, Segment, refuse_media, text_of
+from fsdp_qlora.data.content import (
+    BadRow,
+    Chat,
+    Fields,
+    PreferenceRow,
+    Rendered,
+    Row,
+    Segment,
+    num_common,
+    refuse_media,
+    text_of,
+)
 from fsdp_qlora.data.text import chats
 
 SIDES = ("chosen", "rejected")
@@ -53,7 +64,7 @@ def read_pair(row: Row) -> PreferenceRow:
     if sides[0] == sides[1]:
         raise BadRow("chosen and rejected are the same")
     if not prompt or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
-        prompt = sides[0][: _num_common(*sides)]
+        prompt = sides[0][: num_common(*sides)]
         sides = [side[len(prompt) :] for side in sides]
     if not all(sides):
         raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
@@ -192,7 +203,7 @@ def _asked(row: Row, name: str) -> Any:
 
 def _continued(chosen: str, rejected: str) -> PreferenceRow:
     """Two texts that begin with their prompt, which ends with the last word that both have; one may end there, too."""
-    num = _num_common(chosen, rejected)
+    num = num_common(chosen, rejected)
     while any(_WITHIN_WORD.fullmatch(text[max(num - 1, 0) : num + 1]) for text in (chosen, rejected)):
         num -= 1
     prompt = chosen[:num].rstrip() or chosen[:num]  # an answer begins with its blank
@@ -204,11 +215,6 @@ def _continued(chosen: str, rejected: str) -> PreferenceRow:
     refuse_media(prompt, "chosen")
     begins = Segment(prompt, learned=False)
     return PreferenceRow([Rendered([begins, Segment(side, learned=True, ends=True)], "text") for side in sides])
-
-
-def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """The number of characters or turns that both begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
