@@ -64,8 +64,12 @@ def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
         if turn.keys() >= {question, answer}:
             roles = (("user", question), ("assistant", answer))
             return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
-    called = turn.get("role") if turn.get("role") is not None else turn.get("from")
-    return parts.without_results(turn) if ROLES.get(str(called).lower()) == "user" else [dict(turn)]
+    return parts.without_results(turn) if ROLES.get(str(_called(turn)).lower()) == "user" else [dict(turn)]
+
+
+def _called(turn: Mapping[str, Any]) -> Any:
+    """The role of a turn, as its row has it."""
+    return turn.get("role") if turn.get("role") is not None else turn.get("from")
 
 
 def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
@@ -88,7 +92,7 @@ def read_chat(row: Row, turns: list[dict[str, Any]]) -> Chat:
 
 def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
-    called = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    called = _called(turn)
     where = f"turn {turn_number}"
     content = next((turn[name] for name in parts.CONTENTS if turn.get(name) is not None), None)
     if called in CALLS:
