@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.utils.errors import UserError
-from fsdp_qlora.utils.files import open_named
+from fsdp_qlora.utils.files import open_named, staged_file
 from fsdp_qlora.utils.text import shown
 
 log = logging.getLogger("fsdp_qlora")
@@ -112,23 +112,23 @@ class Access:
         size = headers.get("content-length", "0")
         if not size.isdecimal() or len(size) > 19 or int(size) > most:
             raise Refused(413, f"This request may have {most:,} bytes.")
-        parts = list[bytes]()
+        body = bytearray()
         try:
             async with asyncio.timeout(self.body_seconds):
                 async for part in _parts(receive):
                     if part is None:
                         return None
                     self._reading += len(part)
-                    parts.append(part)
-                    if sum(map(len, parts)) > most:  # in chunks, the head says nothing of it
+                    body += part
+                    if len(body) > most:  # in chunks, the head says nothing of it
                         raise Refused(413, f"This request may have {most:,} bytes.")
                     if self._reading > _MOST_AT_ONCE:
                         raise Refused(503, "The service reads too much at this moment.")
         except TimeoutError as error:
             raise Refused(408, f"The request's body has not come within {self.body_seconds:g} s.") from error
         finally:
-            self._reading -= sum(map(len, parts))
-        return b"".join(parts)
+            self._reading -= len(body)
+        return bytes(body)
 
 
 async def _parts(receive: Receive) -> AsyncIterator[bytes | None]:
@@ -234,13 +234,10 @@ def kept_key(folder: Path) -> tuple[str, bool]:
 def _draw_key(path: Path) -> str:
     """Write a new key to a file of its owner alone, as a whole or not at all."""
     key = f"tml-{secrets.token_urlsafe(32)}"
-    partial = path.with_name(f".{path.name}.new")
-    partial.unlink(missing_ok=True)
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(f"{key}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with staged_file(path) as partial:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(f"{key}\n")
     return key
 
 
