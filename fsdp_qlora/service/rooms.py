@@ -104,9 +104,7 @@ class Rooms:
                 room.state[name] = {key: _on_host(value) for key, value in state}
                 if parameter.grad is not None:
                     room.gradients[name] = local_part(parameter.grad).to("cpu", copy=True)
-        optimizer.zero_grad()
-        optimizer.forget()
-        self.inside = None
+        self.abandon()
 
     def is_finite(self) -> bool:
         """Whether all numbers of the adapter in the shards are finite, on every rank. Collective."""
