@@ -169,9 +169,8 @@ def _refuse_whole_logits(plan: ModelPlan) -> None:
 
 def _refuse_other_settings(config: TrainConfig, student: ModelPlan, kept: TeacherFolder) -> None:
     """Raise UserError if the files of a teacher's folder are for another temperature or student."""
-    found, vocabulary = kept.settings, student.meta.model.get_input_embeddings().num_embeddings
-    wanted = {"temperature": config.temperature, "vocabulary": vocabulary}
-    differences = [f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found[name] != value]
+    vocabulary = student.meta.model.get_input_embeddings().num_embeddings
+    differences = [*kept.differences({"temperature": config.temperature, "vocabulary": vocabulary})]
     if differences:
         raise UserError(
             f"--teacher {config.teacher} is for other settings: {', '.join(differences)}. Run `fsdp-qlora teach` with "

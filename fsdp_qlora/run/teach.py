@@ -138,7 +138,7 @@ def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
 def _refuse_another(output: Path, made: TeacherFolder) -> None:
     """Raise UserError if a folder has what another teacher said, or the same one with other settings."""
     there = TeacherFolder.read(output, "output_dir")
-    if there and (differences := ", ".join(there.differences(made))):
+    if there and (differences := ", ".join(there.differences(made.settings))):
         raise UserError(
             f"--output_dir {output} has what {there.teacher} said with other settings: {differences}. Nothing there is "
             "replaced: give another folder, or remove this one."

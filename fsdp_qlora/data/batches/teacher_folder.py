@@ -59,12 +59,12 @@ class TeacherFolder(NamedTuple):
         """The settings that the key is made of, and the number of tokens."""
         return dict(zip(_SETTINGS, json.loads(self.key), strict=True)) | {"top_k": self.k}
 
-    def differences(self, other: "TeacherFolder") -> Iterator[str]:
-        """Each setting in which another one differs, in words."""
-        theirs = other.settings
-        for name, own in self.settings.items():
-            if own != theirs[name]:
-                yield f"other {name}" if name in _HASHES else f"{name} {own}, not {theirs[name]}"
+    def differences(self, wanted: Mapping[str, Any]) -> Iterator[str]:
+        """Each of these settings that is another one here, in words."""
+        settings = self.settings
+        for name, value in wanted.items():
+            if settings[name] != value:
+                yield f"other {name}" if name in _HASHES else f"{name} {settings[name]}, not {value}"
 
 
 def _checked(content: Any) -> tuple[str, int, str | None]:
