@@ -224,9 +224,8 @@ class Server:
         """The names of its base model and adapters. Raises RolloutError if it has another base, and RequestFailed."""
         with self.reading():
             reply = Reply(_MODELS, self.ask(_MODELS))
-            places = range(len(reply.get("data", kind=list)))
-            names: list[str] = [reply.get("data", place, "id", kind=str) for place in places]
-            cards = [reply.get("data", place, kind=dict) for place in places]
+            cards = reply.get("data", kind=list)
+            names: list[str] = [reply.get("data", place, "id", kind=str) for place in range(len(cards))]
             base = next((card for card in cards if not card.get("parent")), None)
             if base is None:
                 raise Unusable(f"answers {_MODELS} without a base model")

@@ -10,7 +10,7 @@ from fsdp_qlora.utils.text import printable
 _LARGEST = 3e38  # number in float32
 _ROUNDING = 0.01  # a log-probability may be so far above 0, and the sum of probabilities above 1
 _ALMOST_ALL = 0.999  # a teacher with a small vocabulary names all tokens, and these are fewer than k
-_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "a switch"}
+_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 _WEIGHED = (
     "gives no log-probability of each token, by which tokens are weighed, but {}. It must answer `logprobs: 0` with a "
     "number for each token in choices[0].logprobs.token_logprobs, as vLLM does: VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
