@@ -22,8 +22,9 @@ class Effect:
 
     def add(self, base: torch.Tensor, merged: torch.Tensor, written: torch.Tensor) -> None:
         """Add weights of the base, with the update, and as they are written; all flat."""
-        u = merged.float() - base.float()
-        r = written.float() - base.float()
+        base = base.float()
+        u = merged.float() - base
+        r = written.float() - base
         self._sums += torch.stack([u @ u, r @ u, r @ r])
 
     @property

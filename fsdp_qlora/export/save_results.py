@@ -287,9 +287,11 @@ class ResultForm:
             plan.tokenizer.chat_template = template  # that was trained with
         if ends := (record["prompt"] or {}).get("ends"):
             texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
-        said = read_json(plan.folder / "config.json")
-        if self.kind.trains_new_blocks and (content := with_own_head(said, plan.config)) != said:
-            texts["config.json"] = json.dumps(content, indent=2) + "\n"
+        if self.kind.trains_new_blocks:
+            said = read_json(plan.folder / "config.json")
+            content = with_own_head(said, plan.config)
+            if content != said:
+                texts["config.json"] = json.dumps(content, indent=2) + "\n"
         sidecar = partial(write_sidecar, plan.tokenizer, texts, None if self.adapter is not None else plan.folder)
         if self.adapter is not None:
             save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)
