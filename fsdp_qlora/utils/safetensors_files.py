@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import FileRecord, flush, read_named
 
 # The format's names of dtypes: github.com/huggingface/safetensors, README, "Format".
@@ -36,21 +35,26 @@ class TensorForm(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a model folder without an index."""
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+
+
 def tensor_names(folder: Path) -> set[str] | None:
     """The names of the tensors in a model folder; None if its files are not here, or not readable.
 
     The index tells them before the weights are downloaded.
     """
-    single = folder / "model.safetensors"
     try:
         if (folder / INDEX).is_file():
             return set(dict(json.loads(read_named(folder / INDEX))["weight_map"]))
         names = set[str]()
-        files = [single] if single.is_file() else sorted(filter(Path.is_file, folder.glob("*.safetensors")))
+        files = weight_files(folder)
         for file in files:
             with safe_open(file, framework="pt") as content:
                 names |= set(content.keys())
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError, UserError):
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError):
         return None  # reading the weights says what is wrong
     return names if files else None
 

@@ -24,7 +24,7 @@ from fsdp_qlora.sharding.loading.decoded import DecodedTensor, StoredTensor, fin
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named, read_named
 from fsdp_qlora.utils.hub import conversion_advice
-from fsdp_qlora.utils.safetensors_files import DTYPES, TensorForm, bytes_of
+from fsdp_qlora.utils.safetensors_files import DTYPES, INDEX, TensorForm, bytes_of, weight_files
 from fsdp_qlora.utils.text import printable, shown
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
@@ -92,10 +92,9 @@ class WeightFiles:
         self.files = {name: file for name, file in files.items() if name not in unknown}
 
     def _index(self) -> dict[str, StoredTensor]:
-        index = self.folder / "model.safetensors.index.json"
+        index = self.folder / INDEX
         if not index.is_file():
-            single = self.folder / "model.safetensors"
-            files = [single] if single.is_file() else sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
+            files = weight_files(self.folder)
             if not files:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
