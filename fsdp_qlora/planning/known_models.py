@@ -13,7 +13,6 @@ from fsdp_qlora.utils.hub import is_hub_name
 # The configs of well-known models by name. A text is another name of the same model.
 KNOWN_MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text())
 _SUFFIXES = re.compile(r"(-(instruct|base|hf|chat|it|pt|thinking|fp8|bf16|v0\.\d|\d{4}))+$")
-_NO_SIZES = ("hub", "sizes_of")  # keys of an entry
 _UPPER = {"fp8": "FP8", "bf16": "BF16"}
 _AS_THEY_ARE = ("hf", "it", "pt", "chat")
 _SIZE = re.compile(r"(?:\d+x)?[ae]?\d+(?:\.\d+)?[bmt]|\d+e")  # 8b, 8x7b, a3b, e4b, 135m, 1t, 16e
@@ -24,12 +23,12 @@ _ALIKE = 0.6  # of difflib: how much of a family's name a wrong one must have
 
 
 def known_sizes(name: str) -> Mapping[str, Any] | None:
-    """The settings of a well-known model's configuration, by its name with or without owner and suffix, or None."""
+    """A well-known model's entry with its settings, by its name with or without owner and suffix, or None."""
     entry = _entry(name)
     if entry is None:
         return None
-    sizes = KNOWN_MODELS[entry["sizes_of"]] if "sizes_of" in entry else entry
-    return {key: value for key, value in sizes.items() if key not in _NO_SIZES}
+    sizes: Mapping[str, Any] = KNOWN_MODELS[entry["sizes_of"]] if "sizes_of" in entry else entry
+    return sizes
 
 
 def hub_name(name: str) -> str:
