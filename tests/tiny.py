@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -66,6 +66,14 @@ def make_model(folder: Path, model_type: str = "llama", **overrides: object) -> 
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(folder)
     make_tokenizer(folder)
+    return folder
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Change the tensors of a model folder: `edit` adds, replaces or removes some."""
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -6,17 +6,15 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fsdp_qlora.distributed.process_group import start_process_group, stop_process_group
 from tests.fuzz.harness import VALUES, damaged_bytes, damaged_value, fuzz
 from tests.preferences.hostile import PLACES, TENSORS, Tensors, edit_settings, files_of, replace, rewrite
-from tests.preferences.test_teacher_folder import ALONE, K, Options, options, original, read
+from tests.preferences.test_teacher_folder import K, Options, group, options, original, read
 
-__all__ = ["options", "original"]  # fixtures
+__all__ = ["group", "options", "original"]  # fixtures
 pytestmark = pytest.mark.slow
 
 DTYPES = [torch.int8, torch.int16, torch.int64, torch.uint8, torch.bool, torch.float32, torch.float64, torch.bfloat16]
@@ -100,13 +98,6 @@ def change_places(rng: random.Random, folder: Path) -> None:
         shutil.rmtree(path)
         path.touch()
     replace(path, rng.choice(sorted(PLACES))) if rng.random() < 0.8 else path.unlink()
-
-
-@pytest.fixture(scope="module")
-def group(original: Path) -> Any:
-    start_process_group(ALONE)
-    yield
-    stop_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.__main__ import main
-from tests.loading.test_heads import ONE_STEP, ROWS, edit_weights, read_model
+from tests.loading.test_heads import ONE_STEP, ROWS, read_model
 from tests.reference import batch_loss, encode, peft_model
-from tests.tiny import flags, make_model, read_metrics, train_ok, write_rows
+from tests.tiny import edit_weights, flags, make_model, read_metrics, train_ok, write_rows
 
 SAYS = "Qwen3ForCausalLM does not build: model.layers.2.a.weight, model.layers.2.b.weight, mtp.c.weight (4 in all)"
 

@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.export.expand import expand_model
+from tests.loading.test_prequantized import set_config
 from tests.parity.test_multimodal import make_multimodal
 from tests.reference import batch_loss, encode, load_adapter, peft_model
-from tests.tiny import PROBE, SIZES, flags, make_model, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import PROBE, SIZES, edit_weights, flags, make_model, make_rows, read_metrics, train_ok, write_rows
 
 ROWS = make_rows(8, seed=3)
 ONE_STEP = {"max_steps": 2, "lr": 1e-2, "warmup": 0, "lr_scheduler": "constant", "precision": "fp32", "batch_size": 8}
-
-
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def add_head(weights: dict[str, torch.Tensor], name: str = "lm_head.weight") -> None:
@@ -48,12 +42,6 @@ def as_published(folder: Path, family: str) -> Path:
     del config["tie_word_embeddings"]
     config["text_config"].pop("tie_word_embeddings", None)
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def edit_config(folder: Path, **settings: object) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | settings))
     return folder
 
 
@@ -116,7 +104,8 @@ def test_a_trained_model_keeps_its_head(train_type: str, tmp_path: Path) -> None
     if train_type != "full":
         expand_model(str(base), tmp_path / "expanded", expansion_rate=0.5)
         assert torch.equal(logits(base), logits(tmp_path / "expanded"))
-        base = edit_config(tmp_path / "expanded", tie_word_embeddings=True)
+        base = tmp_path / "expanded"
+        set_config(base, tie_word_embeddings=True)
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     options = {"model_name": base, "dataset": rows, "eval_dataset": rows, "train_type": train_type}
     train_ok(1, tmp_path / "out", **options, **ONE_STEP)
@@ -172,7 +161,7 @@ def test_new_tokens_need_a_config_that_peft_reads_as_transformers(
     options = {"model_name": base, "dataset": write_rows(tmp_path / "rows.jsonl", ROWS), "add_tokens": "<new>"}
     assert main(["train", *flags(output_dir=tmp_path / "out", nproc_per_node=1, **options)]) == 2
     assert "Set tie_word_embeddings to false in config.json" in capsys.readouterr().err
-    edit_config(base, tie_word_embeddings=False)
+    set_config(base, tie_word_embeddings=False)
     assert main(["train", *flags(output_dir=tmp_path / "out", nproc_per_node=1, dry_run=True, **options)]) == 0
 
 
@@ -199,7 +188,7 @@ def test_a_plan_without_weights_says_which_head_it_counts(
             json.dumps({"weight_map": dict.fromkeys(kept, "a.safetensors")})
         )
     if setting is not None:
-        edit_config(folder, tie_word_embeddings=setting)
+        set_config(folder, tie_word_embeddings=setting)
     rows = write_rows(tmp_path / "rows.jsonl", ROWS)
     status = main(["train", *flags(model_name=folder, dataset=rows, dry_run=True, nproc_per_node=1)])
     said = "".join(capsys.readouterr())

@@ -22,7 +22,7 @@ from tests.loading.test_integers import save_gptq
 from tests.loading.test_prequantized import format_of, save_fp8, save_mxfp4, set_config
 from tests.loading.test_published import decode, save_compressed, save_modelopt
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import flags, make_rows, run_ranks, write_rows
+from tests.tiny import edit_weights, flags, make_rows, run_ranks, write_rows
 
 Models = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
@@ -212,8 +212,7 @@ def refused(number: int, models: Models, tmp_path: Path) -> tuple[Path, str]:
 
 
 def change(folder: Path, name: str, changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    stored = load_file(folder / "model.safetensors")
-    save_file({**stored, name: changed(stored[name])}, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_weights(folder, lambda stored: stored.update({name: changed(stored[name])}))
 
 
 @pytest.mark.parametrize("number", [0, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 3))])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.tiny import flags, make_rows, make_tokenizer, on_ranks, write_rows
+from tests.tiny import edit_weights, flags, make_rows, make_tokenizer, on_ranks, write_rows
 
 Tensors = dict[str, torch.Tensor]
 NORM = "model.norm.weight"
@@ -207,9 +207,7 @@ def _write_datasets(folder: Path) -> None:
 
 def _edit_tensors(edit: Callable[[Tensors], object]) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        edit(tensors)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_weights(folder, edit)
 
     return damage
 

@@ -6,17 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.planning import offers
-from fsdp_qlora.planning.known_models import known_sizes
+from fsdp_qlora.planning.known_models import KNOWN_MODELS, known_sizes
 from fsdp_qlora.utils.hub import is_hub_name
 
 pytestmark = pytest.mark.quick
-TABLE = yaml.safe_load(Path(offers.__file__).with_name("known_models.yaml").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ def _trained(**options: Any) -> TrainConfig:
 
 
 def test_the_command_of_a_plan_names_the_models_owner() -> None:
-    for name in TABLE:
+    for name in KNOWN_MODELS:
         trained = _trained(model_name=name, teacher=name, objective="distill")
         assert is_hub_name(trained.model_name) and trained.teacher == trained.model_name
         assert known_sizes(trained.model_name) == known_sizes(name) is not None, name
@@ -109,5 +107,5 @@ def test_a_family_has_no_models_of_its_neighbours(
 ) -> None:
     main(["plan", "--gpu", "H100", "--model_name", written])
     listed = capsys.readouterr().err.partition("whose sizes come along: ")[2].rstrip(".\n").split(", ")
-    wanted = {name for name, entry in TABLE.items() if name.startswith(family) and not isinstance(entry, str)}
+    wanted = {name for name, entry in KNOWN_MODELS.items() if name.startswith(family) and not isinstance(entry, str)}
     assert {*listed} == wanted

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands.run_config import parse_train_config
@@ -24,7 +23,7 @@ from fsdp_qlora.run.teach import taught_by_teacher
 from fsdp_qlora.utils.errors import UserError
 from tests.preferences.hostile import PLACES, TENSORS, edit_settings, files_of, replace, rewrite
 from tests.preferences.test_distillation import Models, run_options
-from tests.tiny import flags, make_rows, on_ranks, write_rows
+from tests.tiny import edit_weights, flags, make_rows, on_ranks, write_rows
 
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 K = 7
@@ -201,9 +200,7 @@ def test_a_teacher_that_gives_no_numbers_ends_its_pass_in_a_sentence(
     options: Options, models: Models, tmp_path: Path
 ) -> None:
     shutil.copytree(models("llama", num_hidden_layers=3), teacher := tmp_path / "teacher")
-    weights = load_file(teacher / "model.safetensors")
-    weights["model.norm.weight"][:] = 3e38
-    save_file(weights, teacher / "model.safetensors", {"format": "pt"})
+    edit_weights(teacher, lambda weights: weights["model.norm.weight"].fill_(3e38))
     status, text = teach(options, tmp_path / "taught", teacher=teacher)
     assert status == 1 and "row 1 of the dataset has a log-probability that is not finite" in text
     assert not files_of(tmp_path / "taught")
