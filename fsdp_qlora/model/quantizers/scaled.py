@@ -3,10 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fsdp_qlora.model.architecture.models import canonical_name
+from fsdp_qlora.model.architecture.names import ModelNames
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
 
 
@@ -26,12 +25,6 @@ def choose_quantized(
 
 def _parameters(model: PreTrainedModel, names: Collection[str]) -> set[str]:
     """The model's parameters that tensors with these names are, or are parts of, by transformers' own renaming."""
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
     own = dict.fromkeys(canonical_name(path) for path, _ in model.named_parameters())
-    renamed = {
-        name if name in own else rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0]
-        for name in names
-    }
-    return renamed & own.keys()
+    model_names = ModelNames(model, own)
+    return {model_names.find(name)[0] for name in names} & own.keys()

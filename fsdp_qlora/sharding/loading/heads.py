@@ -14,8 +14,8 @@ import torch
 from transformers import PretrainedConfig
 
 from fsdp_qlora.model.architecture.models import build_meta_model
+from fsdp_qlora.model.architecture.names import ModelNames, shared_names
 from fsdp_qlora.model.quantizers.packed_format import PackedFormat
-from fsdp_qlora.sharding.loading.names import ModelNames, shared_names
 from fsdp_qlora.sharding.loading.weight_files import WeightFiles
 from fsdp_qlora.utils.files import read_json
 from fsdp_qlora.utils.safetensors_files import INDEX

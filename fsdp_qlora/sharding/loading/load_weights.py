@@ -19,10 +19,10 @@ from fsdp_qlora.distributed.shards import own_rows, store_rows
 from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.architecture.names import ModelNames, shared_names
 from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
-from fsdp_qlora.sharding.loading.names import ModelNames, shared_names
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import TensorForm
