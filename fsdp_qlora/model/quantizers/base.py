@@ -22,6 +22,12 @@ TOO_LARGE = "scales with which weights are not finite"
 _ALIGNED_ROWS = 256  # rows of codes after which a group of every quantization statistic begins
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are finite: floating-point numbers of 16 bits or more."""
+    # aminmax() returns NaN if any value is NaN, and unlike isfinite() it allocates nothing.
+    return not values.numel() or all(extreme.isfinite() for extreme in values.aminmax())
+
+
 class Matrix(NamedTuple):
     """Selects a matrix of a stored weight.
 
@@ -211,7 +217,7 @@ class QuantizedWeight(nn.Module):
     def unusable(self, suffix: str, values: torch.Tensor) -> str:
         """Say what is wrong with these bytes of a stored tensor, such as a NaN among scales; empty if nothing is."""
         dtype = self.stored_forms()[suffix].dtype
-        if dtype.is_floating_point and not values.view(dtype).isfinite().all():
+        if dtype.is_floating_point and not is_finite(values.view(dtype)):
             return NOT_FINITE
         return ""
 

@@ -20,7 +20,7 @@ from fsdp_qlora.model.adapters.insert import adapter_modules
 from fsdp_qlora.model.adapters.token_rows import with_token_rows
 from fsdp_qlora.model.architecture.models import canonical_name, persistent_buffers
 from fsdp_qlora.model.architecture.names import ModelNames, shared_names
-from fsdp_qlora.model.quantizers.base import QuantizedExperts, QuantizedWeight, write_bytes
+from fsdp_qlora.model.quantizers.base import NOT_FINITE, QuantizedExperts, QuantizedWeight, is_finite, write_bytes
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE, Bnb4bitWeight
 from fsdp_qlora.sharding.loading.decoded import DecodedTensor, ReadStored
 from fsdp_qlora.sharding.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
@@ -103,11 +103,8 @@ def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torc
 
 def check_finite(values: torch.Tensor, name: str) -> None:
     """Raise UserError if a value of the weight `name` is not finite."""
-    if not values.is_floating_point() or not values.numel():
-        return
-    # aminmax() returns NaN if any value is NaN, and unlike isfinite() it allocates nothing.
-    if not all(extreme.isfinite() for extreme in values.aminmax()):
-        raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
+    if values.is_floating_point() and not is_finite(values):
+        raise UserError(f"Weight {name} has {NOT_FINITE}. Download the model again.")
 
 
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
