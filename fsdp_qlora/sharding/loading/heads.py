@@ -52,9 +52,10 @@ def settle_head(
     """
     if not ties(config) or not folder.exists():
         return False
-    if not weights_are_here(folder):
-        needs = needs_weights(config, folder, trust_remote_code=trust_remote_code)
-        return needs and _assume(config, folder)
+    index = _index(folder)
+    if not _are_here(folder, index):
+        may_differ = _may_differ(config, index, trust_remote_code=trust_remote_code)
+        return may_differ and _assume(config, folder)
     files = WeightFiles(folder, stored, packed=packed)
     pairs = _pairs(config, files.files, trust_remote_code=trust_remote_code)
     own = [head for head, embedding in pairs.items() if not _are_equal(files, head, embedding)]
@@ -70,15 +71,20 @@ def settle_head(
 
 def needs_weights(config: PretrainedConfig, folder: Path, *, trust_remote_code: bool = False) -> bool:
     """Whether `settle_head` needs weights that are not in the folder: an index may name no head."""
-    if not ties(config) or weights_are_here(folder):
+    if not ties(config):
         return False
-    names = _index(folder)
-    return not names or bool(_pairs(config, names, trust_remote_code=trust_remote_code))
+    index = _index(folder)
+    return not _are_here(folder, index) and _may_differ(config, index, trust_remote_code=trust_remote_code)
 
 
-def weights_are_here(folder: Path) -> bool:
+def _may_differ(config: PretrainedConfig, index: Mapping[str, Any], *, trust_remote_code: bool) -> bool:
+    """Whether an index may name embeddings and head, so that their values would tell."""
+    return not index or bool(_pairs(config, index, trust_remote_code=trust_remote_code))
+
+
+def _are_here(folder: Path, index: Mapping[str, Any]) -> bool:
     """Whether the folder has weight files, all of which its index names."""
-    names = {str(file) for file in _index(folder).values()}
+    names = {str(file) for file in index.values()}
     return all((folder / name).is_file() for name in names) if names else any(folder.glob("*.safetensors"))
 
 
@@ -115,12 +121,13 @@ def _pairs(config: PretrainedConfig, tensors: Iterable[str], *, trust_remote_cod
         device=torch.device("cpu"),
         trust_remote_code=trust_remote_code,
     )
+    shared_by = shared_names(model)
+    if not shared_by:
+        return {}
     names = ModelNames(model, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     sources = {names.find(source)[0]: source for source in tensors}
     return {
-        sources[name]: sources[shared]
-        for name, shared in shared_names(model).items()
-        if name in sources and shared in sources
+        sources[name]: sources[shared] for name, shared in shared_by.items() if name in sources and shared in sources
     }
 
 
@@ -131,7 +138,11 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
     count = files.shape(one).numel()
     for start in range(0, count, _PIECE):
         stop = min(start + _PIECE, count)
-        if not torch.equal(files.read_flat(one, start, stop).float(), files.read_flat(other, start, stop).float()):
+        a = files.read_flat(one, start, stop)
+        b = files.read_flat(other, start, stop)
+        if a.dtype != b.dtype:
+            a, b = a.float(), b.float()
+        if not torch.equal(a, b):
             return False
     return True
 
