@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, INTEGERS, PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import BITSANDBYTES, GPTQ_BITS, INTEGERS, PackedFormat
 from fsdp_qlora.model.quantizers.settings import EXPERTS_KEY, Scheme, Settings, as_block, take_settings
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.safetensors_files import tensor_names
@@ -31,7 +31,6 @@ _QUANTIZED = {
 _MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
 _INTEGER_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")
-_GPTQ_BITS = (2, 3, 4, 8)
 # modelopt's own names, where no config_groups say more.
 _ALGORITHMS: Mapping[str, Scheme] = {
     "FP8": Scheme("all", ["Linear"], "", "float", 8, None, "tensor", None),
@@ -136,7 +135,7 @@ def _awq(settings: Settings) -> PackedFormat:
 
 def _gptq(settings: Settings) -> PackedFormat:
     """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other ones."""
-    _check_integers(settings, _GPTQ_BITS, ("", "gptq", "gptq_v2"))
+    _check_integers(settings, GPTQ_BITS, ("", "gptq", "gptq_v2"))
     for pattern, changes in settings.fields.get("dynamic", {}).items():
         if other := {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys():
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")

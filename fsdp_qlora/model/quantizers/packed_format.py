@@ -8,6 +8,7 @@ from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.model.quantizers.patterns import matching
 
 BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
+GPTQ_BITS = (2, 3, 4, 8)
 
 
 class PackedFormat(NamedTuple):

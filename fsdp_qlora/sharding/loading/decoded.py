@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fsdp_qlora.model.quantizers.base import Matrix
 from fsdp_qlora.model.quantizers.e2m1 import E2m1Weight, Mxfp4Weight, Nvfp4Weight
 from fsdp_qlora.model.quantizers.fp8 import block_scales, quantize_blocks, spread_scales
-from fsdp_qlora.model.quantizers.packed_format import INTEGERS, PackedFormat
+from fsdp_qlora.model.quantizers.packed_format import GPTQ_BITS, INTEGERS, PackedFormat
 from fsdp_qlora.utils.errors import UserError
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,7 +37,6 @@ _SCALES: Mapping[str, tuple[torch.dtype, ...]] = {
     "mxfp4": (torch.uint8, torch.float8_e8m0fnu),
     "nvfp4": (torch.float8_e4m3fn,),
 }
-_GPTQ_BITS = (2, 3, 4, 8)
 
 # (name, start, stop) -> elements [start, stop) of a row-major flattened tensor in the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
@@ -365,7 +364,7 @@ class _Integers(DecodedTensor):
         """GPTQ's bits of this matrix, which may have other ones than the most: g_idx has as many entries as columns."""
         columns = self._entries[".g_idx"].shape.numel() if ".g_idx" in self._entries else 0
         found = self._shape_of("")[1] * 32 / max(columns, 1)
-        return int(found) if found in _GPTQ_BITS else self._bits
+        return int(found) if found in GPTQ_BITS else self._bits
 
     def _shape_of(self, part: str) -> tuple[int, int]:
         """The shape of a part as [out, ..]; (1, 1) of a scalar."""
