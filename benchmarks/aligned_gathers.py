@@ -41,7 +41,8 @@ def sharded_model(config: PretrainedConfig, num_ranks: int, **options: Any) -> t
     ranks = Ranks(0, 0, num_ranks, num_ranks, torch.device("cpu"))
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(settings, Machine.of(settings, ranks), Path("no weights"), config, tokenizer)
-    model, strategy = plan.meta.model, "full_shard"
+    model = plan.meta.model
+    strategy = "full_shard"
     wrap_blocks(model, offload=False)
     names = [name for name, _ in model.named_parameters()]
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())

@@ -53,7 +53,11 @@ class RandomWeights(WeightFiles):
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, std: float = 0.02, seed: int = 0
     ) -> None:
-        self.config, self.made_dtype, self.device, self.std, self.seed = config, dtype, device, std, seed
+        self.config = config
+        self.made_dtype = dtype
+        self.device = device
+        self.std = std
+        self.seed = seed
         super().__init__(Path("random weights"))
 
     def _index(self) -> dict[str, StoredTensor]:
@@ -72,7 +76,8 @@ class RandomWeights(WeightFiles):
         for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
             first = chunk * _CHUNK
             made = self._chunk(name, chunk)
-            low, high = max(start, first), min(stop, first + len(made))
+            low = max(start, first)
+            high = min(stop, first + len(made))
             values[low - start : high - start] = made[low - first : high - first]
         return values
 
@@ -161,7 +166,8 @@ def random_rows_of(lengths: Sequence[int], vocab_size: int, *, masked: int, seed
 
 def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
     """Wall-clock seconds, and CPU seconds of this process, which depend less on other programs."""
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu_started = time.process_time()
     work()
     return time.perf_counter() - started, time.process_time() - cpu_started
 

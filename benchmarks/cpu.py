@@ -88,7 +88,9 @@ LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
     "distill": {"TRL": (0.66, None)},
 }
 MASKED = 0.6  # of a row's tokens
-SEED, LR, LORA_RANK = 0, 1e-3, 16
+SEED = 0
+LR = 1e-3
+LORA_RANK = 16
 # On the CPU, where there is a GPU as well: the fixed cost of a step is the same code.
 RANKS = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 
@@ -108,7 +110,8 @@ def adapted_linear(args: argparse.Namespace, folder: Path, *, use_dora: bool) ->
     in_features, out_features, tokens = (64, 128, 8) if args.tiny else (2048, 5632, 512)
     linear = nn.Linear(in_features, out_features, bias=False)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    x, grad = torch.randn(1, tokens, in_features, requires_grad=True), torch.randn(1, tokens, out_features)
+    x = torch.randn(1, tokens, in_features, requires_grad=True)
+    grad = torch.randn(1, tokens, out_features)
     base = quantized_linear(linear, mesh)
     layers = {
         "ours": our_layer(DoraLinear if use_dora else LoraLinear, base, LORA_RANK),
@@ -195,7 +198,8 @@ def small_shape(args: argparse.Namespace) -> argparse.Namespace:
 
 def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     shape = small_shape(args)
-    config, length = make_checkpoint(folder, shape), shape.length
+    config = make_checkpoint(folder, shape)
+    length = shape.length
     data = random_rows(8, length, shape.vocab, masked=int(MASKED * length), seed=SEED)
     ids, learned = (torch.from_numpy(values).view(8, length) for values in (data.input_ids, data.learned))
     labels = torch.where(learned, ids, -100)
@@ -209,8 +213,11 @@ def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
 
 def dpo(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     shape = small_shape(args)
-    shape.length, shape.batch_size = shape.length // 2, 2
-    config, length, prompt = make_checkpoint(folder, shape), shape.length, int(MASKED * shape.length)
+    shape.length = shape.length // 2
+    shape.batch_size = 2
+    config = make_checkpoint(folder, shape)
+    length = shape.length
+    prompt = int(MASKED * shape.length)
     answers = random_rows(8, length, shape.vocab, masked=prompt, seed=SEED)
     ids = answers.input_ids.reshape(4, 2, length)
     ids[:, 1, :prompt] = ids[:, 0, :prompt]
@@ -228,9 +235,11 @@ def dpo(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
 
 
 def distill(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
-    shape, numbers = small_shape(args), np.arange(8)
+    shape = small_shape(args)
+    numbers = np.arange(8)
     of_teacher = argparse.Namespace(**vars(shape) | {"layers": 2 * shape.layers})
-    teacher, config = make_checkpoint(folder / "teacher", of_teacher), make_checkpoint(folder, shape)
+    teacher = make_checkpoint(folder / "teacher", of_teacher)
+    config = make_checkpoint(folder, shape)
     data = random_rows(8, shape.length, shape.vocab, masked=int(MASKED * shape.length), seed=SEED)
     wanted = Likeliest(TrainConfig.top_k, shape.vocab)
     plain: dict[str, Any] = {"train_type": "lora"}
@@ -426,7 +435,8 @@ class StepByStep(TrainerCallback):  # type: ignore[misc]
     """Runs transformers' trainer in a thread of its own, one optimizer step at a time."""
 
     def __init__(self, make: Callable[[TrainerCallback], Trainer]) -> None:
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+        self._done = threading.Semaphore(0)
         self._failure: BaseException | None = None
         trainer = make(self)
         self._history = trainer.state
@@ -484,7 +494,8 @@ def take_turns(steps: dict[str, Step], *, rounds: int) -> dict[str, Record]:
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            started, cpu_started = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
+            cpu_started = time.process_time()
             loss = steps[name]()
             records[name].cpu_seconds.append(time.process_time() - cpu_started)
             records[name].seconds.append(time.perf_counter() - started)
@@ -521,7 +532,8 @@ def failures(table: dict[str, dict[str, Any]]) -> list[str]:
     found = []
     for part, rows in table.items():
         for name, row in rows.items():
-            ratio, peak = row["ratio_quartiles"][1], row.get("peak_ratio")
+            ratio = row["ratio_quartiles"][1]
+            peak = row.get("peak_ratio")
             if row["ratio_limit"] and ratio > row["ratio_limit"]:
                 found.append(f"{part}: {ratio:.3f} times the CPU time of {name}, allowed {row['ratio_limit']}")
             if row.get("peak_limit") and peak > row["peak_limit"]:

@@ -143,12 +143,17 @@ def command_of(name: str, argv: list[str], output: Path) -> list[str]:
 def run_apart(name: str, argv: list[str], seconds: float, folder: Path) -> dict[str, Any]:
     """A part's results, from a process of its own that is ended after `seconds`; its output is in folder/NAME.log."""
     started = time.perf_counter()
-    result, log = folder / f"{name}.json", folder / f"{name}.log"
+    result = folder / f"{name}.json"
+    log = folder / f"{name}.log"
     with open(log, "w") as output:
         process = subprocess.Popen(
             command_of(name, argv, result),
-            stdout=output, stderr=output, cwd=ROOT, env=variables_of_a_part(), start_new_session=True,
-        )  # fmt: skip
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            env=variables_of_a_part(),
+            start_new_session=True,
+        )
         ending, cpu_seconds = _wait(process, started + max(seconds, 0.1))
     text = log.read_text(errors="replace")
     found = json.loads(result.read_text()) if result.exists() else count_tests(text) if PARTS[name].tests else {}
@@ -237,7 +242,8 @@ def main(argv: list[str]) -> int:
         print("No GPU is visible, so nothing was measured (--tiny runs the same code on the CPU).")
         return 0
     results: dict[str, dict[str, Any]] = {}
-    started, has_values = time.perf_counter(), True
+    started = time.perf_counter()
+    has_values = True
     with tempfile.TemporaryDirectory() as name:
         for found in run_parts(args, argv, Path(name)):
             results |= found

@@ -112,7 +112,8 @@ def measure_whole(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
                 speeds[name] = work.batches[0].length / statistics.median(steps["step_seconds"])
                 found["planned"] |= {f"{name}, {each}": figures for each, figures in train.planned.items()}
                 del train
-            aim, one = f"fits in {gib:g} GiB", {name: speeds.get(name, float("nan"))}
+            aim = f"fits in {gib:g} GiB"
+            one = {name: speeds.get(name, float("nan"))}
             found.setdefault("rows", []).append(row("the whole 70B", "tokens/s", one, aim=aim, holds=name in speeds))
             note(args, found)  # for the case that time runs out
             release(ranks.device)
@@ -132,18 +133,22 @@ def measure_alternatives(args: argparse.Namespace, ranks: Ranks) -> dict[str, An
         found["ms"][name] = 1e3 * seconds_of(work)
         note(args, found)  # for the case that time runs out
 
-    x, low = torch.randn(tokens, hidden, **options), torch.randn(tokens, 16, **options)
-    weight, lora_B = 0.02 * torch.randn(inner, hidden, **options), torch.randn(inner, 16, **options)
+    x = torch.randn(tokens, hidden, **options)
+    low = torch.randn(tokens, 16, **options)
+    weight = 0.02 * torch.randn(inner, hidden, **options)
+    lora_B = torch.randn(inner, 16, **options)
     measure("product", lambda: F.linear(x, weight))
     measure("product, adapter added", lambda: F.linear(x, weight).addmm_(low, lora_B.T))
     measure("adapter, product added", lambda: torch.mm(low, lora_B.T).addmm_(x, weight.T))
     scale = torch.randn(hidden, **options)
     measure("norm, then weighted", lambda: scale * F.rms_norm(x, (hidden,), None, 1e-5))
     measure("norm with weight", lambda: F.rms_norm(x, (hidden,), scale, 1e-5))
-    gate, up = torch.randn(tokens, inner, **options), torch.randn(tokens, inner, **options)
+    gate = torch.randn(tokens, inner, **options)
+    up = torch.randn(tokens, inner, **options)
     measure("gate", lambda: F.silu(gate).mul_(up))
     heads = [torch.randn(1, tokens, count, size, **options).transpose(1, 2) for count in (32, 8)]
-    cos, sin = torch.randn(1, 1, tokens, size, **options), torch.randn(1, 1, tokens, size, **options)
+    cos = torch.randn(1, 1, tokens, size, **options)
+    sin = torch.randn(1, 1, tokens, size, **options)
     measure("rotary embedding, as models write it", lambda: [_rotate(each, cos, sin) for each in heads])
     measure("rotary embedding, by halves", lambda: [_rotate_halves(each, cos, sin) for each in heads])
     if ranks.device.type == "cuda":
@@ -176,8 +181,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def _rotate_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The same where both halves of cos and of sin are equal."""
     rotated = torch.empty_like(x)
-    (first, second), (one, other) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
-    cos, sin = cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+    (first, second) = x.chunk(2, dim=-1)
+    (one, other) = rotated.chunk(2, dim=-1)
+    cos = cos.chunk(2, dim=-1)[0]
+    sin = sin.chunk(2, dim=-1)[0]
     torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=other).addcmul_(first, sin)
     return rotated

@@ -73,7 +73,8 @@ def at_least(ratio: float, limit: float) -> bool | None:
 
 def ratio_of(figures: dict[str, float], name: str, other: str) -> float:
     """One figure over another; not a number where one of them is missing."""
-    one, of = figures.get(name, float("nan")), figures.get(other, float("nan"))
+    one = figures.get(name, float("nan"))
+    of = figures.get(other, float("nan"))
     return one / of if of else float("nan")
 
 
@@ -147,11 +148,13 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     data = alpaca_rows(make_config(work).vocab_size, shorter=8 if args.tiny else 1)
     step_rows = np.arange(len(data))
     layouts = {"padding": "padded", "padding-free": "padding_free", "packing": "packed"}
-    figures, shares = {}, {}
+    figures = {}
+    shares = {}
     with process_group(ranks):
         longest = int(data.lengths.max())
         train, _ = build(work, ranks, data=data, gradient_accumulation_steps=4, context_length=longest)
-        config, plan = train.run.config, train.run.plan
+        config = train.run.config
+        plan = train.run.plan
         for name, batching in layouts.items():
             schedule = dataclasses.replace(plan.schedule, batching=batching)
             run_plan = Plan(plan.placed, plan.data, schedule, warmup_steps=0)
@@ -249,7 +252,8 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     batch, small = work.batches
     with process_group(ranks):
         ours, train = measure(work, ranks)
-        tokens, speeds = batch.rows * batch.length, {}
+        tokens = batch.rows * batch.length
+        speeds = {}
         speeds["recompute all"] = tokens / _median(ours["batches"][str(batch)])
         memory = dict(ours["memory_bytes"])
         _, of_batch = make_rows((batch, small), make_config(work).vocab_size)
@@ -395,11 +399,13 @@ def measure_decode(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     found: dict[str, Any] = {"ms_per_token": {}, "answers_gib": {}}
     with process_group(ranks):
         train, [step_rows] = build(work, ranks)
-        model, precision = train.run.trainer.model, train.run.plan.placed.model.precision
+        model = train.run.trainer.model
+        precision = train.run.plan.placed.model.precision
         stops = Stops(SimpleNamespace(eos_token_id=None), model, "")
         options = SamplingOptions(tokens, temperature=1.0, seed=1)
         for number in (1, 16, 64):
-            name, passes = f"{number} at a time", list[float]()
+            name = f"{number} at a time"
+            passes = list[float]()
             release(ranks.device)
             reset_peak(ranks.device)
             prompts = {index: list(range(2, prompt + 2 - index % 3)) for index in range(number)}

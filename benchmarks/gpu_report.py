@@ -165,7 +165,8 @@ def _steps(parts: dict[str, Any]) -> list[list[str]]:
             if "out_of_memory" in each:
                 found.append([name, batch, "out of memory", "", "", ""])
                 continue
-            memory, mfu = part["memory_bytes"].get(batch, {}).get("peak_reserved"), each["mfu"]
+            memory = part["memory_bytes"].get(batch, {}).get("peak_reserved")
+            mfu = each["mfu"]
             figures = [f"{each['tokens_per_second']:.0f}", f"{each['median_step_seconds']:.3f}"]
             figures += ["" if mfu is None else f"{100 * mfu:.0f}%", "" if memory is None else f"{memory / _GIB:.2f}"]
             found.append([name, batch, *figures])

@@ -287,7 +287,8 @@ class Timed:
 
     def _compare(self, record: dict[str, Any], rows: np.ndarray) -> None:
         """Note what the plan says of a step, as a run does in its facts.json."""
-        plan, number = self.run.plan, sum(block.is_on for block in recomputed_blocks(self.run.trainer.model))
+        plan = self.run.plan
+        number = sum(block.is_on for block in recomputed_blocks(self.run.trainer.model))
         data = dataclasses.replace(plan.data, train_rows=rows)
         schedule = dataclasses.replace(plan.schedule, num_rows=len(rows))
         gpu = gpu_of(torch.cuda.get_device_properties(self.device))
@@ -316,7 +317,8 @@ def trace_step(train: Timed, rows: np.ndarray, *, longest: int = 40) -> dict[str
     on_gpu = train.device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         train.one(rows, is_measured=False)
-    averages, found = profiler.key_averages(), dict[str, Any]()
+    averages = profiler.key_averages()
+    found = dict[str, Any]()
     for place, name in (("gpu", "self_device_time_total"), ("host", "self_cpu_time_total")):
         if place == "host" or on_gpu:
             events = sorted(averages, key=lambda event: getattr(event, name), reverse=True)

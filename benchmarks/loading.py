@@ -93,9 +93,11 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
 
     ranks = read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
-    model_config, tokenizer = AutoConfig.from_pretrained(folder), None
+    model_config = AutoConfig.from_pretrained(folder)
+    tokenizer = None
     plan = build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer)
-    meta, weight_files = plan.meta, WeightFiles(folder)
+    meta = plan.meta
+    weight_files = WeightFiles(folder)
     weights = match_tensors(meta.model, weight_files)
     start_process_group(ranks)
     dist.barrier()
@@ -151,7 +153,8 @@ def in_fresh_processes(kind: str, folder: Path, cache: Path, ranks: int) -> dict
 def run_benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from benchmarks.common import describe_machine
 
-    model, cache = Path(args.model or folder / "model"), folder / "cache"
+    model = Path(args.model or folder / "model")
+    cache = folder / "cache"
     if not model.is_dir():
         make_checkpoint(model, args)
     starts: dict[str, list[dict[str, float]]] = {"off": [], "first": [], "second": [], "transformers": []}

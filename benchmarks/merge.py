@@ -26,7 +26,8 @@ from benchmarks.common import describe_machine, write_results
 from fsdp_qlora.utils.safetensors_files import PackedFiles, TensorForm
 
 ROOT = Path(__file__).resolve().parent.parent
-RANK, MORE_BYTES = 16, 600e6
+RANK = 16
+MORE_BYTES = 600e6
 SHAPES = {
     "1.4 GB": {
         "vocab_size": 32768,

@@ -117,11 +117,14 @@ def _rows(work: Steps) -> torch.Tensor:
 
 
 def _hand_written(work: Steps, device: torch.device) -> tuple[list[float], list[float], list[float]]:
-    model, ids = load_peer(work, device), _rows(work).to(device)
+    model = load_peer(work, device)
+    ids = _rows(work).to(device)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=LR, weight_decay=0.0)
     dtype = PRECISIONS[work.precision].compute_dtype
-    losses, norms, seconds = [], [], []
+    losses = []
+    norms = []
+    seconds = []
     for step in range(work.warmup_steps + work.steps):
         synchronize(device)
         started = time.perf_counter()
@@ -194,7 +197,9 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
     """The seconds of each step of transformers' trainer."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds, self.started = device, [], 0.0  # type: ignore[var-annotated]
+        self.device = device
+        self.seconds: list[float] = []
+        self.started = 0.0
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         synchronize(self.device)

@@ -81,7 +81,8 @@ def planned(row: dict[str, Any], achieved: float) -> float:
 def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, float]]]]:
     """Each row with its tokens/s, published and planned, by the rows' length."""
     for row in RUNS["other_programs"]:
-        size, found = size_of(row), {}
+        size = size_of(row)
+        found = {}
         for written, published in (row.get("tokens_per_second") or row["seconds"]).items():
             length = int(written)
             tokens = row["batch_size"] * length

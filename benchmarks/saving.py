@@ -28,7 +28,10 @@ from fsdp_qlora.distributed.ranks import read_ranks
 from fsdp_qlora.distributed.shards import build_mesh
 from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
-ROUNDS, LAYERS, WIDTH = 5, 21, 2048  # 3 x 21 x 16 MiB
+# 3 x 21 x 16 MiB
+ROUNDS = 5
+LAYERS = 21
+WIDTH = 2048
 
 
 def main() -> int:
@@ -47,7 +50,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         saver = Saver(Path(folder), state, ranks, identity={}, save_total_limit=1)
         for step in range(2 * ROUNDS):
-            is_waited_for, start = step % 2 == 0, time.perf_counter()
+            is_waited_for = step % 2 == 0
+            start = time.perf_counter()
             saver.save(Progress(step=step), until_published=is_waited_for)
             stopped = time.perf_counter() - start
             saver.finish()

@@ -31,7 +31,9 @@ from fsdp_qlora.data.batches.rows import TokenizedRows
 from fsdp_qlora.data.run_data import prepare_data
 from fsdp_qlora.planning.run_plan import pick_data
 
-KEY, RANK, LR = "tml-benchmark", 16, 1e-4
+KEY = "tml-benchmark"
+RANK = 16
+LR = 1e-4
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -55,7 +57,8 @@ def read_rows(args: argparse.Namespace) -> TokenizedRows:
 
 def as_datum(rows: TokenizedRows, number: int) -> types.Datum:
     part = slice(*rows.offsets[number : number + 2])
-    ids, learned = rows.input_ids[part], rows.learned[part]
+    ids = rows.input_ids[part]
+    learned = rows.learned[part]
     given: Any = {"target_tokens": ids[1:].astype("int64"), "weights": learned[1:].astype("float32")}
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=given)
 
@@ -84,8 +87,11 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     more |= {"save_every": "none", "log_to": "jsonl", "lr_scheduler": "constant", "gradient_accumulation_steps": 1}
     command = [sys.executable, "-m", "fsdp_qlora", "train", *options(args)]
     command += [word for name, value in more.items() for word in (f"--{name}", str(value))]
-    process, marks, records = subprocess.Popen(command, stdout=subprocess.DEVNULL), [], list[dict[str, Any]]()
-    path, steps = folder / "metrics.jsonl", -(-args.rows // args.batch_size)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    marks = []
+    records = list[dict[str, Any]]()
+    path = folder / "metrics.jsonl"
+    steps = -(-args.rows // args.batch_size)
     while len(records) < steps and process.poll() is None:
         time.sleep(0.01)
         lines = path.read_text().splitlines() if path.exists() else []
@@ -95,7 +101,8 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, float]:
             records = found
             marks.append((time.perf_counter(), cpu_seconds(psutil.Process(process.pid))))
     assert process.wait() == 0 and len(marks) > steps // 2
-    (started, cpu_started), (ended, cpu_ended) = marks[0], marks[-1]
+    (started, cpu_started) = marks[0]
+    (ended, cpu_ended) = marks[-1]
     return speeds([record["num_tokens"] for record in records], ended - started, cpu_ended - cpu_started)
 
 
@@ -103,7 +110,9 @@ def loop(args: argparse.Namespace, data: list[types.Datum], service: psutil.Proc
     """Train on the rows against the service."""
     client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{args.port}", api_key=KEY)
     model = client.create_lora_training_client(args.model_name, rank=RANK).result()
-    tokens, started, cpu_started = list[int](), 0.0, 0.0
+    tokens = list[int]()
+    started = 0.0
+    cpu_started = 0.0
     for first in range(0, len(data), args.batch_size):
         batch = data[first : first + args.batch_size]
         passed = model.forward_backward(batch, "cross_entropy")
@@ -111,7 +120,8 @@ def loop(args: argparse.Namespace, data: list[types.Datum], service: psutil.Proc
         passed.result(), stepped.result()
         tokens.append(sum(datum.model_input.length + 1 for datum in batch))
         if not first:
-            started, cpu_started = time.perf_counter(), cpu_seconds(service, psutil.Process())
+            started = time.perf_counter()
+            cpu_started = cpu_seconds(service, psutil.Process())
     return speeds(tokens, time.perf_counter() - started, cpu_seconds(service, psutil.Process()) - cpu_started)
 
 

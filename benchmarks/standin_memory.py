@@ -42,10 +42,17 @@ def _shape(
     kind: str, vocabulary: int, hidden: int, inner: int, layers: int, heads: int, groups: int, **more: Any
 ) -> Any:
     return {
-        "model_type": kind, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 128,
-        "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "model_type": kind,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -266,7 +273,8 @@ def make_pairs(rows: Any) -> Any:
     from fsdp_qlora.data.batches.rows import TokenizedRows
 
     length = int(rows.lengths[0])
-    ids, learned = rows.input_ids.reshape(-1, 2, length), rows.learned.reshape(-1, 2, length)
+    ids = rows.input_ids.reshape(-1, 2, length)
+    learned = rows.learned.reshape(-1, 2, length)
     ids[:, 1, : length // 2] = ids[:, 0, : length // 2]
     learned[:, :, : length // 2] = False
     splits = np.full(len(ids), length)
@@ -287,11 +295,14 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.sharding.recompute import wrap_blocks
 
     config, placed, data = plan_of(**case)
-    plan, ranks = placed.model, placed.model.machine.ranks
+    plan = placed.model
+    ranks = placed.model.machine.ranks
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
-    number, offload = placed.step.recomputing, config.recompute == "offload"
+    number = placed.step.recomputing
+    offload = config.recompute == "offload"
     wrap_blocks(plan.meta.model, num_blocks=number, offload=offload)
-    parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
+    parts = plan.meta.parts
+    strategy = placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)

@@ -7,7 +7,9 @@ import argparse
 import json
 from pathlib import Path
 
-WIDTH, HEIGHT, MARGIN = 640, 280, 48
+WIDTH = 640
+HEIGHT = 280
+MARGIN = 48
 COLORS = ("#3366cc", "#cc5533", "#339966", "#8855aa")
 
 
@@ -20,15 +22,18 @@ def curve(run: Path, key: str) -> list[tuple[float, float]]:
 def draw(curves: dict[str, list[tuple[float, float]]]) -> str:
     """An SVG with one line per metric, and the limits of both axes."""
     points = [point for line in curves.values() for point in line]
-    lowest_x, highest_x = min(x for x, _ in points), max(x for x, _ in points)
-    lowest_y, highest_y = min(y for _, y in points), max(y for _, y in points)
+    lowest_x = min(x for x, _ in points)
+    highest_x = max(x for x, _ in points)
+    lowest_y = min(y for _, y in points)
+    highest_y = max(y for _, y in points)
 
     def place(x: float, y: float) -> str:
         across = MARGIN + (x - lowest_x) / ((highest_x - lowest_x) or 1) * (WIDTH - 2 * MARGIN)
         down = HEIGHT - MARGIN - (y - lowest_y) / ((highest_y - lowest_y) or 1) * (HEIGHT - 2 * MARGIN)
         return f"{across:.1f},{down:.1f}"
 
-    bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
+    bottom = HEIGHT - MARGIN
+    right = WIDTH - MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12" fill="#555">',

@@ -145,7 +145,9 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     own, others = _split(spelled, parser.flags)
     _refuse_unknown(name, parser.flags, others)
     args, unexpected = parser.parse_known_args(own)
-    args.words, args.training_options, args.commands = words, unexpected + others, list(COMMANDS)
+    args.words = words
+    args.training_options = unexpected + others
+    args.commands = list(COMMANDS)
     if unexpected and name not in _TAKE_TRAINING_OPTIONS:
         raise UserError(f"Unexpected argument {unexpected[0]!r}. See --help.")
     handler = LineHandler(sys.stderr if getattr(args, "json", False) else sys.stdout)

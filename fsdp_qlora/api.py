@@ -74,7 +74,7 @@ def train(config: TrainConfig | str | Path | None = None, **options: Unpack[Trai
         RunStopped: a signal has stopped it, with a checkpoint.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button, has stopped it, with a checkpoint.
     """
-    given: dict[str, Any] = {**options}
+    given: dict[str, Any] = dict(options)
     given |= {name: _in_file(given[name]) for name in ("dataset", "eval_dataset") if name in given}
     chosen = make_train_config(config, given)
     if launch.is_started_by_others():
@@ -86,7 +86,8 @@ def train(config: TrainConfig | str | Path | None = None, **options: Unpack[Trai
     output_dir = Path(chosen.output_dir)
     if chosen.is_preview:
         return TrainResult(output_dir, "planned", 0, [], {})
-    status, records = read_json(output_dir / STATUS), read_records(output_dir / METRICS_FILE)
+    status = read_json(output_dir / STATUS)
+    records = read_records(output_dir / METRICS_FILE)
     return TrainResult(
         output_dir,
         state=status.get("state", "finished"),
@@ -147,7 +148,8 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "getexif"):  # of Pillow
         from PIL import ImageOps
 
-        upright, content = ImageOps.exif_transpose(value), io.BytesIO()
+        upright = ImageOps.exif_transpose(value)
+        content = io.BytesIO()
         upright = upright.convert("RGB") if upright.mode in ("HSV", "YCbCr") else upright  # which TIFF does not keep
         upright.save(content, "TIFF", compression="tiff_adobe_deflate")
         value = content.getvalue()

@@ -35,13 +35,15 @@ def differences(sizes: dict[str, Any], keys: set[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     table = yaml.safe_load(Path(argv[0]).read_text()) if argv else KNOWN_MODELS
     models = {name: sizes for name, sizes in table.items() if "model_type" in sizes}
-    keys, status = {key for sizes in models.values() for key in sizes} - _NO_SIZES, 0
+    keys = {key for sizes in models.values() for key in sizes} - _NO_SIZES
+    status = 0
     for name, sizes in models.items():
         try:
             found = differences(sizes, keys)
             status = max(status, int(bool(found)))
         except (OSError, ValueError) as error:  # the client's errors of the network and the hub are OSErrors
-            found, status = [f"cannot be read: {first_line(error)}"], 2
+            found = [f"cannot be read: {first_line(error)}"]
+            status = 2
         print(f"{name} ({sizes['hub']}): {'; '.join(found) or 'as on the hub'}", flush=True)
     others = {name: entry for name, entry in table.items() if name not in models}
     same = {name: entry if isinstance(entry, str) else entry["sizes_of"] for name, entry in others.items()}

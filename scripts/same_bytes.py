@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from same_bytes_compare import Failed, Verdict, compare, file_hash
 
 RANKS = (1, 2)
-STEPS, SAVE_STEPS = 4, 2
+STEPS = 4
+SAVE_STEPS = 2
 TOLERANCE = 1e-5
 # An activation at the edge between two of int8's 255 steps goes to the one or the other for the last bit of a sum: one
 # such is 7e-5 of a tiny model's loss and 2e-3 of a gradient.
@@ -48,8 +49,12 @@ ADAPTER_OPTIONS = {"lora_rank": 4, "lora_dropout": 0.1}  # random numbers count 
 OBJECTIVES: dict[str, dict[str, object]] = {
     "dpo": {"train_type": "qlora"},
     "grpo": {
-        **{"train_type": "lora", "rewards": "length:8", "num_generations": 2, "max_completion_length": 8},
-        **{"eval_fraction": 0, "eval_steps": 0},
+        "train_type": "lora",
+        "rewards": "length:8",
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "eval_fraction": 0,
+        "eval_steps": 0,
     },
 }
 CONTINUED = ("qlora", "bnb_dora", "full", "grpo")
@@ -215,15 +220,20 @@ class Runs:
     """
 
     def __init__(self, folder: Path, servers: dict[str, Server], alike: "Alike", tolerance: float) -> None:
-        self.folder, self.servers, self.alike, self.tolerance = folder, servers, alike, tolerance
+        self.folder = folder
+        self.servers = servers
+        self.alike = alike
+        self.tolerance = tolerance
 
     def run(self, tree: str, out: str, train_type: str, ranks: int, *, status: int = 0, **options: object) -> Path:
         """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
         model = self.folder / ("expanded" if train_type.endswith("llama_pro") else "model")
         output_dir = self.folder / out
-        rows, objective = "rows", dict[str, object](train_type=train_type)
+        rows = "rows"
+        objective = dict[str, object](train_type=train_type)
         if train_type in OBJECTIVES:
-            rows, objective = train_type, {"objective": train_type, **OBJECTIVES[train_type]}
+            rows = train_type
+            objective = {"objective": train_type, **OBJECTIVES[train_type]}
         train_type = str(objective["train_type"])
         given: dict[str, object] = {
             **OPTIONS,
@@ -288,7 +298,8 @@ class Runs:
     def use_cache(self, train_type: str, ranks: int, before: dict[str, CacheFile]) -> Verdict:
         cache = self.folder / f"cache-{train_type}-{ranks}"
         out = self.run("tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
-        verdict, after = compare(self.folder / f"tree/{train_type}-{ranks}", out, 0.0), cache_files(cache)
+        verdict = compare(self.folder / f"tree/{train_type}-{ranks}", out, 0.0)
+        after = cache_files(cache)
         verdict.differences.extend(
             f"{name} of the cache was written or deleted"
             for name in sorted(before.keys() | after.keys())
@@ -382,7 +393,8 @@ def main() -> int:
     cases = [*TRAIN_TYPES, *OBJECTIVES]
     if unknown := {*arguments.train_types} - {*cases}:
         parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
-    begin, different = time.monotonic(), 0
+    begin = time.monotonic()
+    different = 0
     folder = arguments.folder
     with ThreadPoolExecutor(2) as pool:
         trees = {"rev": arguments.rev, "tree": arguments.tree}

@@ -52,7 +52,8 @@ def compare(old: Path, new: Path, tolerance: float) -> Verdict:
         tolerance: relative; 0 demands the same bytes.
     """
     found, new_keys = compare_metrics(metrics(old), metrics(new))
-    before, after = saved(old), saved(new)
+    before = saved(old)
+    after = saved(new)
     for name in sorted(before.keys() | after.keys()):
         if name not in after or name not in before:
             found.append(Difference(math.inf, f"{name} is {'missing' if name in before else 'new'}"))
@@ -67,7 +68,8 @@ def compare(old: Path, new: Path, tolerance: float) -> Verdict:
 def compare_metrics(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[list[Difference], tuple[str, ...]]:
     """What differs, and the keys that only the new records have."""
     counts = Difference(math.inf, f"metrics.jsonl has {len(new)} records instead of {len(old)}")
-    differences, new_keys = [counts] * (len(old) != len(new)), set()
+    differences = [counts] * (len(old) != len(new))
+    new_keys = set()
     for record, other in zip(old, new, strict=False):
         new_keys |= other.keys() - record.keys()
         differences += [
@@ -132,7 +134,8 @@ def relative_difference(old: Content, new: Content) -> float:
     """The largest of a file's tensors, or that of one tensor."""
     if old.path.suffix != ".safetensors":
         return math.inf
-    before, after = tensors(old.path), tensors(new.path)
+    before = tensors(old.path)
+    after = tensors(new.path)
     if not old.tensor and before.keys() != after.keys():
         return math.inf
     names = [old.tensor] if old.tensor else list(before)
@@ -143,7 +146,8 @@ def _of_tensors(old: Path, new: Path, name: str) -> float:
     from safetensors import safe_open
 
     with safe_open(old, "pt") as one, safe_open(new, "pt") as other:
-        before, after = one.get_tensor(name), other.get_tensor(name)
+        before = one.get_tensor(name)
+        after = other.get_tensor(name)
     if before.shape != after.shape or before.dtype != after.dtype or not before.is_floating_point():
         return 0.0 if before.dtype == after.dtype and before.equal(after) else math.inf
     distance = (after.double() - before.double()).norm()

@@ -41,8 +41,10 @@ def options_page() -> str:
 
 def _entry(name: str, text: str) -> str:
     """The option with its type, limit and default in a line; what it may be; its help."""
-    hint, limit = option_types()[name], LIMITS.get(name)
-    values, default = type_text(hint), value_text(getattr(DEFAULTS, name))
+    hint = option_types()[name]
+    limit = LIMITS.get(name)
+    values = type_text(hint)
+    default = value_text(getattr(DEFAULTS, name))
     choices = values.strip("{}").split(",") if values.startswith("{") else []
     allowed = f"{limit.allowed}; " if limit and limit != NOT_EMPTY and not choices else ""
     lines = [f"**`--{name} {'NAME' if choices else values}`** ({allowed}default `{default}`)"]

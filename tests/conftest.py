@@ -67,7 +67,8 @@ def _no_handler_of_another_test() -> None:
 def lines() -> Iterator[list[str]]:
     """What rank 0's logger prints."""
     said: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("fsdp_qlora")
+    handler = logging.Handler()
+    log = logging.getLogger("fsdp_qlora")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     level = log.level
     log.addHandler(handler)

@@ -147,7 +147,9 @@ def train_plainly(
     for name, parameter in trained.items():
         parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=5))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
-    optimizer, losses, norms = torch.optim.SGD(trained.values(), lr=sgd_lr) if sgd_lr else optimizer, [], []
+    optimizer = torch.optim.SGD(trained.values(), lr=sgd_lr) if sgd_lr else optimizer
+    losses = []
+    norms = []
     count = sum(int((batch["labels"][0, 1:] != -100).sum()) for batch in batches)
     for _ in range(3):
         total = torch.zeros(())

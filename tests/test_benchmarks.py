@@ -70,7 +70,8 @@ def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_pat
     assert speed["optimizer_state_bytes"] == pytest.approx(speed["account_bytes"]["optimizer state"], rel=0.01)
     phases = ["before", "planned", "loaded and verified", "4 x 32", "2 x 32", "recompute none"]
     assert list(speed["memory_bytes"]) == phases
-    ours, peer = speed["peers"]["ours"], speed["peers"]["PEFT + bitsandbytes"]
+    ours = speed["peers"]["ours"]
+    peer = speed["peers"]["PEFT + bitsandbytes"]
     assert peer["same_work"] and peer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 

@@ -56,7 +56,8 @@ def add_the_examples() -> None:
     for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         exec(example, {"__name__": "example"})
     # In the sources these are edits of fields; train_type takes the names of its table.
-    LIMITS["train_type"], LIMITS["objective"] = one_of_names(TRAIN_TYPES), one_of_names(OBJECTIVES)
+    LIMITS["train_type"] = one_of_names(TRAIN_TYPES)
+    LIMITS["objective"] = one_of_names(OBJECTIVES)
     fields: dict[str, Any] = TrainConfig.__annotations__
     fields["dataset_format"] = Literal[("auto", *FORMATS)]
     fields["log_to"] = Annotated[tuple[Literal[tuple(SINKS)], ...], NOT_EMPTY, MAY_DIFFER]

@@ -7,7 +7,8 @@ from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 
 def test_reference_losses_for_gpu_tests_match_the_code(tmp_path):
-    folders, reference = make_models(tmp_path / "models"), read_reference()
+    folders = make_models(tmp_path / "models")
+    reference = read_reference()
     what_to_do = "CUDA_VISIBLE_DEVICES= python -m tests.gpu.make_reference"
     assert {name: fingerprint(folder) for name, folder in folders.items()} == reference["models"], what_to_do
     options = {**COMMON, **CASES["qlora"].options, "model_name": folders[MODEL]}

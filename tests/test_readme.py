@@ -80,7 +80,8 @@ def arguments_of_train(line: str) -> list[str] | None:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(words[1:])
-    script, arguments = parsed.training_script, list(parsed.training_script_args)
+    script = parsed.training_script
+    arguments = list(parsed.training_script_args)
     if parsed.module:
         assert [script, *arguments[:1]] == ["fsdp_qlora", "train"], line
         return arguments[1:]
@@ -99,7 +100,8 @@ def plan_all(argvs: list[list[str]]) -> int:
 
 def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., Path], tmp_path: Path) -> None:
     mixture = models("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
-    tiny, expanded = models(), tmp_path / "expanded"
+    tiny = models()
+    expanded = tmp_path / "expanded"
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
     rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
     pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]} for row in made]
@@ -147,7 +149,8 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     for number, (_, command, *words) in enumerate(lines):
         if command in ("merge", "generate", "evaluate"):
             # As in training's commands, the folders and files that a reader has are replaced.
-            merged, out = tmp_path / "merged", tmp_path / f"{number}.out"
+            merged = tmp_path / "merged"
+            out = tmp_path / f"{number}.out"
             stand_ins = {
                 "dataset": rows,
                 "model_name": models(),
@@ -160,7 +163,8 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
             words += flags(nproc_per_node=1) if command in ("generate", "evaluate") else []
         elif command in ("quantize", "expand", "export"):  # MODEL --out DIR
             source = tmp_path / "run" if command == "export" else models()
-            words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))
+            words[0] = str(source)
+            words[words.index("--out") + 1] = str(tmp_path / str(number))
         if command == "serve":
             words += flags(model_name=models(), dry_run=True)
         if command == "expand":
@@ -193,7 +197,8 @@ def test_every_place_that_names_pythons_names_those_of_pyproject() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     limits = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", settings["project"]["requires-python"])
     assert limits is not None
-    lowest, highest = int(limits[1]), int(limits[2]) - 1
+    lowest = int(limits[1])
+    highest = int(limits[2]) - 1
     for name in ("README.md", "CONTRIBUTING.md"):
         assert set(re.findall(r"Python (3\.\d+ to 3\.\d+)", (ROOT / name).read_text())) == {
             f"3.{lowest} to 3.{highest}"

@@ -71,9 +71,12 @@ def number_of_parameters(arguments: ast.arguments) -> int:
 
 def in_cycles(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """What is left when arrows from where none arrives, and to where none leaves, are taken away again and again."""
-    left, before = {(start, end) for start, end in arrows if start != end}, None
+    left = {(start, end) for start, end in arrows if start != end}
+    before = None
     while left != before:
-        before, starts, ends = left, {start for start, _ in left}, {end for _, end in left}
+        before = left
+        starts = {start for start, _ in left}
+        ends = {end for _, end in left}
         left = {(start, end) for start, end in left if start in ends and end in starts}
     return left
 

@@ -28,7 +28,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special, alphabet = ["<s>", "</s>"], pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )

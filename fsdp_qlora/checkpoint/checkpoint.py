@@ -20,7 +20,8 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import FileRecord, publish_folder, read_named, record_of, write_hashed_json
 
 FORMAT_VERSION = 1
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE = ".set_aside"
 
@@ -93,7 +94,7 @@ def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileReco
         if (staging / name).stat().st_size != record.size:
             raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
     manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
-    write_hashed_json(staging / MANIFEST, {**manifest, "sha256": _manifest_hash(manifest)})
+    write_hashed_json(staging / MANIFEST, manifest | {"sha256": _manifest_hash(manifest)})
     publish_folder(staging, target)
 
 
@@ -149,7 +150,8 @@ def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(f"{name} {'is not a file' if path.exists() else 'is missing'}")
-        if (size := path.stat().st_size) != record.size:
+        size = path.stat().st_size
+        if size != record.size:
             raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
     for name, record in zip(expected, records_of([folder / name for name in expected]), strict=True):
         if record != expected[name]:

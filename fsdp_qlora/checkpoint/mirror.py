@@ -51,7 +51,8 @@ class Mirror:
     """
 
     def __init__(self, output_dir: Path, store: "Store | None") -> None:
-        self.output_dir, self.store = output_dir, store
+        self.output_dir = output_dir
+        self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._is_failing = False
 
@@ -72,8 +73,10 @@ class Mirror:
             if not self._is_failing:
                 log.warning(
                     "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is tried "
-                    "again at the next checkpoint.", store.name, error,
-                )  # fmt: skip
+                    "again at the next checkpoint.",
+                    store.name,
+                    error,
+                )
             self._is_failing = True
 
 
@@ -85,7 +88,8 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        self.url, self.name = url, redact(url)
+        self.url = url
+        self.name = redact(url)
 
     # --- file operations ---
 
@@ -180,7 +184,8 @@ class Store:
 
         Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
         """
-        local, copied = checkpoint.published(output_dir / CHECKPOINTS), self._checkpoints()
+        local = checkpoint.published(output_dir / CHECKPOINTS)
+        copied = self._checkpoints()
         outdated = [_path(step) for step in copied if step not in local and step < max(local, default=-1)]
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
@@ -191,7 +196,8 @@ class Store:
 
     def delete_later_than(self, last_step: int) -> None:
         """Delete checkpoints later than a step: another run's (-1: all), or an abandoned branch of this run."""
-        if outdated := [_path(step) for step in self._checkpoints() if step > last_step]:
+        outdated = [_path(step) for step in self._checkpoints() if step > last_step]
+        if outdated:
             self.put_all({}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run")
 
     def _checkpoints(self) -> dict[int, bool]:
@@ -199,7 +205,8 @@ class Store:
         is_complete: dict[int, bool] = {}
         for path in self.files(CHECKPOINTS):
             folder, _, name = path.partition("/")
-            if (step := checkpoint.step_of(Path(folder))) is not None:
+            step = checkpoint.step_of(Path(folder))
+            if step is not None:
                 is_complete[step] = is_complete.get(step, False) or name == MANIFEST
         return dict(sorted(is_complete.items()))
 
@@ -225,7 +232,8 @@ class HubStore(Store):
 
 def open_store(target: str) -> Store:
     """Open the store named by `--mirror`: a folder, a URL or hf:OWNER/NAME. Raises UserError."""
-    if error := mirror_error(target):
+    error = mirror_error(target)
+    if error:
         raise UserError(error)
     kind, _, rest = target.partition(":")
     if kind == "hf":
@@ -254,9 +262,10 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     if steps and newest < 0:
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / STATUS, {**json.loads(store.read(STATUS) or "{}"), "saved_step": newest})
+    write_json(output_dir / STATUS, json.loads(store.read(STATUS) or "{}") | {"saved_step": newest})
     for name in (RUN, *_RECORDS):
-        if text := store.read(name):
+        text = store.read(name)
+        if text:
             with staged_file(output_dir / name) as partial:
                 partial.write_text(text)
     if newest >= 0:
@@ -285,7 +294,8 @@ def _path(step: int) -> str:
 
 def _write_small_files(output_dir: Path, target: Path) -> None:
     """Copy run.json, status.json and the run's records."""
-    if run := read_json(output_dir / RUN):  # a damaged file must not replace the good copy
+    run = read_json(output_dir / RUN)
+    if run:  # a damaged file must not replace the good copy
         write_json(target / RUN, run)
     for name in _RECORDS:
         if (output_dir / name).is_file():
@@ -294,7 +304,7 @@ def _write_small_files(output_dir: Path, target: Path) -> None:
             (target / name).touch()  # replaces another run's file
     # A new machine does not have the results, so the mirrored run must not appear finished. Nor may its status name a
     # checkpoint whose copy has been cut off.
-    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running", "saved_step": -1})
+    write_json(target / STATUS, read_json(output_dir / STATUS) | {"state": "running", "saved_step": -1})
 
 
 @contextlib.contextmanager

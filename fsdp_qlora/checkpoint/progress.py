@@ -8,7 +8,9 @@ from typing import Any
 
 from fsdp_qlora.utils.records import plain
 
-_RECENT, _MIN_RECENT = 50, 20  # losses to compare with, at most and at least
+# losses to compare with, at most and at least
+_RECENT = 50
+_MIN_RECENT = 20
 _SIGMAS = 8.0
 
 
@@ -32,7 +34,8 @@ class Evaluations:
 
         An evaluation before the first step is never the best: the best adapter must have been trained.
         """
-        self.last_eval_step, self.eval_loss = step, eval_loss
+        self.last_eval_step = step
+        self.eval_loss = eval_loss
         if self.first_eval_loss is None:
             self.first_eval_loss = eval_loss
         if step == 0:
@@ -40,7 +43,9 @@ class Evaluations:
         is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
         self.num_evals_without_best += 1
         if is_best:
-            self.best_eval_loss, self.best_eval_step, self.num_evals_without_best = eval_loss, step, 0
+            self.best_eval_loss = eval_loss
+            self.best_eval_step = step
+            self.num_evals_without_best = 0
         return is_best
 
 

@@ -104,7 +104,8 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} lists no files of the folder"
     files = {name: record for name, record in files.items() if (name != CARD if only is None else name in only)}
-    if (size := sum(record.size for record in files.values())) > _SLOW_BYTES:
+    size = sum(record.size for record in files.values())
+    if size > _SLOW_BYTES:
         log.info("Comparing the %.0f GiB of the result in %s with %s.", size / 2**30, output_dir, RESULT)
     try:
         check_files(output_dir, files)

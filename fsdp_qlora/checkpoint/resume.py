@@ -84,14 +84,18 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, ranks: Ranks, request: StartRequest, mirror: Store | None = None) -> None:
-        self.path, self.ranks, self.request, self.mirror = path, ranks, request, mirror
+        self.path = path
+        self.ranks = ranks
+        self.request = request
+        self.mirror = mirror
         self.identity: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator["RunFolder"]:
         """Lock the folder against other runs. Refuse it if it is in use, or holds something else than this run."""
         if self._is_on_this_machine:
-            if (origin := self.request.origin) is not None and not origin.is_dir():
+            origin = self.request.origin
+            if origin is not None and not origin.is_dir():
                 raise UserError(
                     f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
                 )
@@ -164,7 +168,7 @@ class RunFolder:
                     self.path.mkdir(parents=True, exist_ok=True)
                     if not keep_run:
                         remove_run(self.path)
-                    write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+                    write_json(self.path / RUN, dict(identity) | {"started_from": self.request.resume})
                     publish_files(self.path, lambda into: [(into / name).write_text(files[name]) for name in files])
                 except (OSError, TrainingError) as error:
                     raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
@@ -190,7 +194,9 @@ def choose_start(run: RunFolder) -> Start:
         UserError: the folder holds another run, or none of its checkpoints passes verification.
         RunStopped: an unattended run has been restarted several times without progress.
     """
-    request, mirror, copied = run.request, run.mirror, _copied_run(run)
+    request = run.request
+    mirror = run.mirror
+    copied = _copied_run(run)
     has_started = _has_started(run.path, request)
     continues = has_started or request.resume == "auto"
     if mirror and copied and continues:
@@ -229,7 +235,8 @@ def _resume_folder(run: RunFolder, *, overwrite: bool) -> Start:
     output_dir = run.path
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
-    differences, was_finished = run.differences(read_run(output_dir)), is_finished(output_dir)
+    differences = run.differences(read_run(output_dir))
+    was_finished = is_finished(output_dir)
     if differences and not overwrite:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
@@ -247,15 +254,19 @@ def _keep_result(run: RunFolder) -> Start:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     log.warning(
         "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
-        "checkpoint.", run.path, difference,
-    )  # fmt: skip
+        "checkpoint.",
+        run.path,
+        difference,
+    )
     return _continue(run)
 
 
 def _continue(run: RunFolder) -> Start:
     """Resume the folder's run at its newest valid checkpoint. Without one, start again at its origin or at step 0."""
-    output_dir, root = run.path, run.path / CHECKPOINTS
-    stored, status = read_run(output_dir), read_status(output_dir)
+    output_dir = run.path
+    root = run.path / CHECKPOINTS
+    stored = read_run(output_dir)
+    status = read_status(output_dir)
     checkpoint.remove_leftovers(root)
     start = _newest_whole(run, root)
     if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
@@ -288,7 +299,7 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_s
         "hand, perhaps with a shorter --save_every."
     )
     ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
-    write_json(output_dir / STATUS, {**status, **ending})
+    write_json(output_dir / STATUS, dict(status) | ending)
     raise RunStopped("no_progress", message)
 
 
@@ -303,7 +314,8 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copied_run(run: RunFolder) -> dict[str, Any]:
     """The run.json of the run on the mirror; empty if there is none."""
-    if (mirror := run.mirror) is None:
+    mirror = run.mirror
+    if mirror is None:
         return {}
     try:
         copied = mirror.run()
@@ -322,20 +334,25 @@ def _copied_run(run: RunFolder) -> dict[str, Any]:
 
 def _take_from_mirror(run: RunFolder, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir, is_here = run.path, is_run(run.path)
+    output_dir = run.path
+    is_here = is_run(run.path)
     stored = read_run(output_dir) or copied
     differences = run.differences(stored)
     if differences and not is_here and not run.request.overwrite:
         refuse(mirror.name, differences)
     if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
         return
-    newest, ahead = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1), max(mirror.steps(), default=-1)
+    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
+    ahead = max(mirror.steps(), default=-1)
     if is_here and ahead <= newest:
         return
     log.info(
-        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.", mirror.name,
-        f"step {ahead}" if ahead >= 0 else "no checkpoint", output_dir, f"step {newest}" if newest >= 0 else "none",
-    )  # fmt: skip
+        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.",
+        mirror.name,
+        f"step {ahead}" if ahead >= 0 else "no checkpoint",
+        output_dir,
+        f"step {newest}" if newest >= 0 else "none",
+    )
     if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
         raise UserError(
             f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
@@ -382,7 +399,8 @@ def _newest_whole(run: RunFolder, root: Path) -> Start | None:
             )
             continue
         return _start_at(run, folder, state)
-    if unusable := checkpoint.quarantined(root):
+    unusable = checkpoint.quarantined(root)
+    if unusable:
         raise UserError(
             f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
             f"abandoned. Restore a good copy of one, {OR_START_OVER}"
@@ -391,16 +409,21 @@ def _newest_whole(run: RunFolder, root: Path) -> Start | None:
 
 
 def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
-    stored, progress, identity = state["about"], state["progress"], run.identity
-    if differences := run.differences(stored):
+    stored = state["about"]
+    progress = state["progress"]
+    identity = run.identity
+    differences = run.differences(stored)
+    if differences:
         refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
-    old, new = stored.get("versions", {}), identity.get("versions", {})
+    old = stored.get("versions", {})
+    new = identity.get("versions", {})
     changes = [f"{name} {old[name]} then, {new[name]} now" for name in old.keys() & new if old[name] != new[name]]
     if changes:
         log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(changes)))
-    if (then := stored.get("rewards")) and (now := identity.get("rewards")) and then != now:
+    then = stored.get("rewards")
+    if then and (now := identity.get("rewards")) and then != now:
         log.warning("The reward functions were %s, and are now %s.", ", ".join(then), ", ".join(now))
     if identity["global_batch_size"] != global_batch_size:
         options = identity["options"]
@@ -408,10 +431,12 @@ def _start_at(run: RunFolder, folder: Path, state: Mapping[str, Any]) -> Start:
         log.info(
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
             "these are %d micro-batches per step instead of --gradient_accumulation_steps %d.",
-            global_batch_size, data_size, options["batch_size"],
+            global_batch_size,
+            data_size,
+            options["batch_size"],
             schedule.num_micro_batches(global_batch_size, options["batch_size"], data_size),
             options["gradient_accumulation_steps"],
-        )  # fmt: skip
+        )
     return Start(
         run_id=stored["run_id"],
         step=progress["step"],

@@ -50,7 +50,8 @@ def read_status(output_dir: Path) -> dict[str, Any]:
 def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(read_named(path))
-        if missing := [key for key in required if key not in content]:
+        missing = [key for key in required if key not in content]
+        if missing:
             raise ValueError(f"it has no {missing[0]}")
     except FileNotFoundError:
         return {}
@@ -119,7 +120,8 @@ class Status:
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
     """Raise UserError if the folder cannot be created, or is not empty and may not be overwritten."""
-    if reason := why_not_writable(path):
+    reason = why_not_writable(path)
+    if reason:
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     results = {name for name in names - _LEFTOVERS if not is_partial(name, RUN) and not is_partial(name, STATUS)}
@@ -225,7 +227,8 @@ class StartRequest:
 
 def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
     """A line for each difference between a stored run and this start. facts: the facts of this start to compare."""
-    old, options = current_options(stored.get("options", {})), request.options
+    old = current_options(stored.get("options", {}))
+    options = request.options
     differences = [
         f"--{name} was {_shown(old[name])} and is {_shown(value)}"
         for name, value in options.items()
@@ -234,12 +237,14 @@ def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], reques
     context_size = options.get("context_parallel_size", 1)
     if (request.world_size, context_size) == (stored.get("world_size"), old.get("context_parallel_size", 1)):
         data_size = request.world_size // context_size
-        rows, old_rows = _rows_per_step(options, data_size), stored["global_batch_size"]
+        rows = _rows_per_step(options, data_size)
+        old_rows = stored["global_batch_size"]
         if rows not in (old_rows, _rows_per_step(old, data_size)):
             product = f"--batch_size x --gradient_accumulation_steps x {data_size} ranks"
             differences.append(f"{product} was {old_rows} rows per step and is {rows}")
     for name, fact in facts.items():
-        if (old_fact := stored.get("facts", {}).get(name)) != fact:
+        old_fact = stored.get("facts", {}).get(name)
+        if old_fact != fact:
             values = f": {old_fact} then, {fact} now" if name == "precision" else ""
             differences.append(f"{FACTS[name]} {'are' if name == 'rows' else 'is'} not the same{values}")
     return differences

@@ -92,7 +92,8 @@ class Saver:
             return True
         started = time.monotonic()
         self.state.check_finite()
-        staging, failure = checkpoint.staging_folder(self.root, progress.step), None
+        staging = checkpoint.staging_folder(self.root, progress.step)
+        failure = None
         if self.ranks.is_rank_0:
             try:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -124,7 +125,8 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for a background save and publish it. On a full disk, delete an old checkpoint and write it again."""
-        if (save := self._save) is None:
+        save = self._save
+        if save is None:
             return
         step = save.progress["step"]
         while (failure := self._wait_and_publish(save)) and failure["freed"]:
@@ -136,7 +138,9 @@ class Saver:
         if failure:
             self._note_failure(step, failure["reason"], failure["failing_seconds"])
             return
-        self.saved_step, self._failing_since, self.seconds = step, None, time.monotonic() - save.started
+        self.saved_step = step
+        self._failing_since = None
+        self.seconds = time.monotonic() - save.started
         self._prune()
         log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
 
@@ -153,7 +157,8 @@ class Saver:
 
     def close(self) -> None:
         """Publish a save in the background that rank 0 writes alone. After a failed run other ranks may be gone."""
-        save, self._save = self._save, None
+        save = self._save
+        self._save = None
         if save is not None and self.ranks.is_rank_0 and not save.description["is_sharded"]:
             with contextlib.suppress(Exception):  # the failure of the run is reported instead
                 self._publish(save, [json.dumps(save.part.result())])
@@ -170,7 +175,8 @@ class Saver:
         if save.in_background and not failure:
             save.part = self._thread.submit(self._write, save, failure)
         else:
-            part, save.part = self._write(save, failure), Future()
+            part = self._write(save, failure)
+            save.part = Future()
             save.part.set_result(part)
 
     def _write(self, save: _Save, failure: _Failure | None) -> _Part:

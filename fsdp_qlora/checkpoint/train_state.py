@@ -72,7 +72,10 @@ class TrainState:
         self.parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
-        self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.ranks = ranks
+        self.is_large = is_large
         self.beat = beat
 
     # --- writing ---
@@ -144,7 +147,7 @@ class TrainState:
         for name, parameter in self.parameters.items():
             shard = local_part(parameter)
             if shard.numel():
-                state = {_PARAMETER: shard, **self.optimizer.state_of(parameter)}
+                state = {_PARAMETER: shard} | self.optimizer.state_of(parameter)
                 local[name] = {key: _describe(value, shard) for key, value in state.items()}
         by_rank: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(local), self.ranks.device)]
         layout: _Layout = {}
@@ -163,7 +166,8 @@ class TrainState:
         parameter = self.parameters[name]
         value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
         if value is None:
-            dims, dtype = entry.get("dims", ()), DTYPES[entry.get("dtype", "F32")]
+            dims = entry.get("dims", ())
+            dtype = DTYPES[entry.get("dtype", "F32")]
             value = local_part(parameter).new_empty((0, *dims), dtype=dtype)
         is_part = not is_sharded and entry["kind"] == "rows" and isinstance(parameter, DTensor)
         return value.detach(), parameter.shape[0] if is_part else None
@@ -196,7 +200,8 @@ class TrainState:
             DamagedCheckpoint: its files have changed since they were verified.
         """
         self.check(folder, description)
-        layout, num_files = description["layout"], description["files"]
+        layout = description["layout"]
+        num_files = description["files"]
         is_reader = description["is_sharded"] or self.ranks.is_rank_0
         fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
         try:
@@ -213,7 +218,8 @@ class TrainState:
             raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
 
     def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        device, is_rows = self.ranks.device, entry["kind"] == "rows"
+        device = self.ranks.device
+        is_rows = entry["kind"] == "rows"
         if files:
             whole = files[0].get_tensor(f"{name}/{key}").to(device)
         else:
@@ -228,7 +234,8 @@ class TrainState:
             value: torch.Tensor = files[shard_rank(self.mesh) if entry["kind"] == "local" else 0].get_tensor(stored)
             return value
         start, stop = own_rows(self.parameters[name], self.mesh)
-        num_rows, parts = self.parameters[name].shape[0], []
+        num_rows = self.parameters[name].shape[0]
+        parts = []
         for index, file in enumerate(files):
             first, end = shard_bounds(num_rows, rank=index, size=len(files))
             if max(start, first) < min(stop, end):
@@ -261,7 +268,9 @@ class StoredValues:
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
         tensors = (*named.items(), *((canonical_name(name), buffer) for name, buffer in persistent_buffers(model)))
-        self._names, self._trained, self._read = {id(each): name for name, each in tensors}, trained, read_frozen
+        self._names = {id(each): name for name, each in tensors}
+        self._trained = trained
+        self._read = read_frozen
         self._opened = contextlib.ExitStack()
         self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
         self.close = self._opened.close
@@ -280,7 +289,8 @@ def _open_file(folder: Path, index: int) -> Any:
 
 def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise UserError if a checkpoint's parameters are not the model's."""
-    if changed := sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name)):
+    changed = sorted(name for name in (own.keys() | stored.keys()) if own.get(name) != stored.get(name))
+    if changed:
         raise UserError(
             f"{folder} belongs to a model with other trainable parameters: {', '.join(changed[:4])}"
             f"{', ...' if len(changed) > 4 else ''} differ."
@@ -292,7 +302,7 @@ def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
     if isinstance(value, torch.Tensor):
         kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
         entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
-        return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
+        return entry if kind == "local" else (entry | {"dims": list(value.shape[kind == "rows" :])})
     return {"kind": "number", "value": value}
 
 

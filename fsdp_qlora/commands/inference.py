@@ -56,7 +56,8 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
     adapter = given_adapter(args)
     folder = adapter_folder(adapter) if adapter else None
     config = trained_model_options(folder, args.training_options)
-    if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
+    status = relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))
+    if status is not None:
         return status
     from fsdp_qlora.distributed.process_group import process_group_closed
     from fsdp_qlora.distributed.ranks import read_ranks, set_up_logging
@@ -155,15 +156,17 @@ def measure(
             own = dataclasses.replace(config, **rows, resume="off", adapter=str(folder) if folder else None)
             _, sets[name] = read_rows(own, placed.model)
 
-    placed, results = load_trained(config, ranks, folder, read), {}
+    placed = load_trained(config, ranks, folder, read)
+    results = {}
     for name, data in sets.items():
         config = dataclasses.replace(config, context_length=data.context_length)
         schedule = make_schedule(config, data, placed.layout.data_size)
         trainer = build_trainer(config, Plan(placed, data, schedule, warmup_steps=0), ranks)
         result = trainer.evaluate(0, data.train, data.train_rows) or {}
-        results[name] = {"loss": result.pop("eval_loss"), **result, "rows": len(data.train)}
+        results[name] = {"loss": result.pop("eval_loss")} | result | {"rows": len(data.train)}
     if loaded:
-        plan, size = placed.model, config.batch_size
+        plan = placed.model
+        size = config.batch_size
         results |= loaded.measure(plan.meta.model, plan.tokenizer, plan.precision, ranks, batch_size=size, **options)
     return results
 

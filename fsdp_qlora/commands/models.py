@@ -36,7 +36,8 @@ def export(args: argparse.Namespace) -> None:
     small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
     is now, and --base_name, --push_to_hub and --trust_remote_code mean what they do there.
     """
-    source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
+    source = Path(args.source).expanduser()
+    out = Path(args.out).expanduser()
     refuse_bad_folder("out", args.out)
     parse_train_config(args.training_options)  # wrong ones are said at once
     from fsdp_qlora.checkpoint import checkpoint
@@ -150,7 +151,8 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
 
 def quantize_options(parser: argparse.ArgumentParser) -> None:
     _add_folders(parser)
-    types, help = ("nf4", "fp4", "mxfp4", "nvfp4", "fp8"), "format of the weights (default: nf4)"
+    types = ("nf4", "fp4", "mxfp4", "nvfp4", "fp8")
+    help = "format of the weights (default: nf4)"
     parser.add_argument("--quant_type", "--format", choices=types, default="nf4", help=help)
     help = "of nf4 and fp4: quantize scales too (default: true)"
     parser.add_argument("--double_quant", choices=["true", "false"], default="true", help=help)
@@ -167,7 +169,8 @@ def quantize(args: argparse.Namespace) -> None:
     model, out = _folders(args)
     from fsdp_qlora.export.model_folder import quantize_model
 
-    double_quant, with_code = args.double_quant == "true", args.trust_remote_code == "true"
+    double_quant = args.double_quant == "true"
+    with_code = args.trust_remote_code == "true"
     quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)
 
 

@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
     for name in ("gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "price_per_hour"):
-        if not PLANNABLE.accepts(value := getattr(args, name)):
+        value = getattr(args, name)
+        if not PLANNABLE.accepts(value):
             raise UserError(f"--{name} must be {PLANNABLE.allowed}, but is {value}.")
     tokens = args.million_tokens and args.million_tokens * 1e6
     gpu = _gpu(args)

@@ -98,7 +98,8 @@ def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
 
 def _recorded(adapter: Path) -> dict[str, Any]:
     """The options of a run without its folder, from the files beside its adapter."""
-    config, record = read_config(adapter), read_record(adapter)
+    config = read_config(adapter)
+    record = read_record(adapter)
     settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
     base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
     return settings | ({"model_name": base} if base else {})
@@ -116,13 +117,15 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
         return dataclasses.replace(config, add_tokens=named_tokens(config.add_tokens))
     if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
         raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
-    folder, output = adapter_folder(config.adapter), Path(config.output_dir).expanduser()
+    folder = adapter_folder(config.adapter)
+    output = Path(config.output_dir).expanduser()
     config = dataclasses.replace(config, adapter=str(folder))
     if output.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UserError(
             f"--adapter {config.adapter} is in output_dir, where the new adapter goes. Give another folder."
         )
-    adapter, kind = read_adapter(folder), config.kind.adapter
+    adapter = read_adapter(folder)
+    kind = config.kind.adapter
     if kind is not None and kind != adapter.kind:
         takers = ", ".join(name for name, other in TRAIN_TYPES.items() if other.adapter == adapter.kind)
         raise UserError(
@@ -138,7 +141,8 @@ def _take_adapter(config: TrainConfig, named_options: Collection[str]) -> TrainC
         raise UserError("\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors]))
     taken = {name: value for name, value in adapter.options.items() if name not in named_options}
     config = dataclasses.replace(config, **taken)
-    if errors := check(config):
+    errors = check(config)
+    if errors:
         raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))
     return config
 

@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int | None:
     --nproc_per_node, --use_cpu_offload and --save_every. --lora_rank (32) is the largest of an adapter,
     --context_length (4096, or the model's) that of a row, and --batch_size times it are the tokens of a pass.
     """
-    if missing := [name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
+    missing = [name for name in ("tinker", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'fsdp_qlora[serve]'")
     if args.max_models < 1:
         raise UserError("--max_models is 1 or more.")

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     """Returns the exit status of the processes that it starts, or of an attempt that was final, else 0."""
     guard_output()
     set_torch_variables()
-    if (end := restarts.previous_exit()) is not None:
+    end = restarts.previous_exit()
+    if end is not None:
         status, message = end
         print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
         return status
@@ -97,7 +98,8 @@ def teach(args: argparse.Namespace) -> int:
     out = ["--output_dir", args.out] if args.out else []
     config = parse_train_config([*args.training_options, *out])
     refuse_names(config)
-    if (status := relaunch_if_needed(config, args.words, (*WORKER[:-1], "teach"))) is not None:
+    status = relaunch_if_needed(config, args.words, (*WORKER[:-1], "teach"))
+    if status is not None:
         return status
     from fsdp_qlora.run.teach import teach as run
 
@@ -114,12 +116,14 @@ def refuse_early(config: TrainConfig) -> None:
     Raises:
         UserError: all that is missing, or all that differs.
     """
-    if missing := list(_missing(config)):
+    missing = list(_missing(config))
+    if missing:
         raise UserError("\n  ".join(missing))
     folder = Path(config.output_dir).expanduser()
     if not config.is_preview and config.resume == "auto" and is_run(folder):
         request = StartRequest(resolved_options(config), names_marked(MAY_DIFFER), world_size=-1)
-        if differences := find_differences(read_run(folder), {}, request):
+        differences = find_differences(read_run(folder), {}, request)
+        if differences:
             refuse(folder, differences)
 
 
@@ -144,7 +148,8 @@ def refuse_names(config: TrainConfig) -> None:
         if path.is_file() and path.stat().st_size <= _MOST_BYTES and config.row_kind == TEXTS:
             entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=wanted.used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
-            columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
+            columns = list(dict.fromkeys(itertools.chain(*rows)))
+            first = rows[: sources.ROWS_LOOKED_AT]
             if rows:
                 wanted.find(columns, first, source.origin)
 
@@ -172,5 +177,6 @@ def _missing(config: TrainConfig) -> Iterator[str]:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
             what = "folder" if option == "model_name" else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."
-    if (model := Path(config.model_name).expanduser()).is_dir() and not (model / "config.json").is_file():
+    model = Path(config.model_name).expanduser()
+    if model.is_dir() and not (model / "config.json").is_file():
         yield f"model_name {config.model_name}: it has no config.json, so it is not a model's folder."

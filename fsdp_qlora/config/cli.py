@@ -41,7 +41,9 @@ _KNOWN = (*_HINTS, *OLDER)
 _MOST_ERRORS = 20  # of a file
 _MOST_BYTES = 2**20  # of a file, which may be a stranger's
 # How an option is written, alone and with a value.
-_AS_FLAG, _AS_KEY, _AS_KEYWORD = ("--{}", "--{} {}"), ('"{}"', '"{}: {}"'), ("{}", "{}={}")
+_AS_FLAG = ("--{}", "--{} {}")
+_AS_KEY = ('"{}"', '"{}: {}"')
+_AS_KEYWORD = ("{}", "{}={}")
 
 
 def parse_options(
@@ -96,7 +98,7 @@ def options_of(
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
     converted = _convert(translate(settings, errors, []), errors)
     values = vars(base) if isinstance(base, TrainConfig) else {}
-    return _checked(TrainConfig(**{**values, **converted}), errors), converted.keys()
+    return _checked(TrainConfig(**(values | converted)), errors), converted.keys()
 
 
 def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) -> list[Setting]:
@@ -118,7 +120,7 @@ def current_options(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored options of a run, which an earlier version may have written: an option that it did not have is at its
     default.
     """
-    return {**resolved_options(DEFAULTS), **stored}
+    return resolved_options(DEFAULTS) | dict(stored)
 
 
 def settings_of(options: Mapping[str, object], place: str = "") -> list[Setting]:
@@ -200,7 +202,8 @@ def _one_of_types(text: str, hint: Any) -> object:
 
 def _choice(text: str, choices: tuple[str, ...]) -> str:
     choice_of = {choice.lower(): choice for choice in choices}
-    if choice := choice_of.get(text.lower().replace("-", "_")):
+    choice = choice_of.get(text.lower().replace("-", "_"))
+    if choice:
         return choice
     if f"{text.partition('=')[0]}=" in choices:  # a setting, whose value is free
         return text
@@ -218,9 +221,11 @@ def _advice(name: str, forms: tuple[str, str], value: str = "") -> str:
     Args:
         forms: how options are written there. value: that was given; "" for none.
     """
-    if (turned_off := name.removeprefix("no_")) != name and _is_switch(turned_off):
+    turned_off = name.removeprefix("no_")
+    if turned_off != name and _is_switch(turned_off):
         return f"; give {forms[1].format(turned_off, 'false')}."
-    if not (advice := advise(name, value)):
+    advice = advise(name, value)
+    if not advice:
         close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
         if not close:
             return "."

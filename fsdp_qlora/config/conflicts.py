@@ -77,7 +77,8 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _init_errors(c: TrainConfig) -> Iterator[str]:
-    kind, init = c.kind, c.init_lora_weights
+    kind = c.kind
+    init = c.init_lora_weights
     if init == "true":
         return
     if kind.adapter and kind.quantizer is None:
@@ -126,7 +127,8 @@ def _regex_error(pattern: str) -> str | None:
 
 
 def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
-    chosen, everything = OBJECTIVES[c.objective], dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
+    chosen = OBJECTIVES[c.objective]
+    everything = dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
     for name in _changed(c, *everything):  # records of runs have defaults in words
         if name not in chosen.options and getattr(c, name) != DEFAULTS.objective_settings.get(name):
             takers = ", ".join(objective for objective, other in OBJECTIVES.items() if name in other.options)
@@ -141,7 +143,8 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} has no reference model: leave out --precompute_reference."
     if not c.teacher and (unused := _changed(c, "teacher_adapter", "teacher_url", "top_k")) and c.distills:
         yield f"{_flags(unused)}: these are for --teacher NAME."
-    is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
+    is_rated = c.rating_threshold is not None
+    formats = ("rating", "ratings")
     if is_rated and chosen.row_kind not in (PAIRS, LABELS):
         yield f"--objective {c.objective} trains on all answers: --rating_threshold is for dpo, kto and the others."
     if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):

@@ -65,7 +65,8 @@ def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def sigmoid(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
     """DPO (Rafailov et al. 2023, eq. 7); with label smoothing conservative DPO (Mitchell 2023)."""
-    x, flipped = s.beta * margin, s.label_smoothing
+    x = s.beta * margin
+    flipped = s.label_smoothing
     return -(1 - flipped) * log_sigmoid(x) - flipped * log_sigmoid(-x)
 
 
@@ -76,7 +77,8 @@ def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
 
 def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
     """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al. 2024)."""
-    x, flipped = s.beta * margin, s.label_smoothing
+    x = s.beta * margin
+    flipped = s.label_smoothing
     return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
 
 
@@ -198,10 +200,12 @@ def clipped_ratio(x: TokenInputs, s: LossSettings) -> tuple[torch.Tensor, dict[s
     policy's is weighed by truncated importance sampling (Yao et al. 2025). The rounding of the run's own model is only
     measured, as by TRL: where the old log-probabilities are the step's, weights would add the noise of its dropout.
     """
-    low, high = s.epsilon[0], s.epsilon[-1]
+    low = s.epsilon[0]
+    high = s.epsilon[-1]
     ratio = (x.logps - x.old_logps).exp()
     loss = -(ratio * x.advantages).minimum(ratio.clamp(1 - low, 1 + high) * x.advantages)
-    is_low, is_high = (ratio < 1 - low) & (x.advantages < 0), (ratio > 1 + high) & (x.advantages > 0)
+    is_low = (ratio < 1 - low) & (x.advantages < 0)
+    is_high = (ratio > 1 + high) & (x.advantages > 0)
     metrics = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     metrics = {f"clip_ratio/{name}": values.float() for name, values in metrics.items()}
     mismatch = x.old_logps - x.sampled_logps

@@ -100,10 +100,25 @@ class TrainConfig:
     dataset would repeat a row; the next epoch continues with the next rows of each."""
     dataset_samples: Annotated[int | None, at_least(1)] = None
     """Number of first rows to use of each dataset; by default all (alpaca_sample, orca_math, dummy have own sizes)."""
-    dataset_format: Annotated[Literal[
-        "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
-        "question_answer", "prompt_completion", "guanaco", "text",
-    ], OF_RESULT] = "auto"  # fmt: skip
+    dataset_format: Annotated[
+        Literal[
+            "auto",
+            "alpaca",
+            "pretokenized",
+            "preference",
+            "ratings",
+            "label",
+            "rating",
+            "messages",
+            "sharegpt",
+            "dolly",
+            "question_answer",
+            "prompt_completion",
+            "guanaco",
+            "text",
+        ],
+        OF_RESULT,
+    ] = "auto"
     """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
     """Columns of the dataset whose names differ from the format's, as FORMAT'S=DATASET'S, such as
@@ -151,9 +166,17 @@ class TrainConfig:
     warmup: Annotated[int | float, SHARE_OR_STEPS] = 0.03
     """Optimizer steps over which the learning rate rises from 0: a share of all, such as 0.03, or a number."""
     optimizer: Literal[
-        "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
+        "adamw",
+        "adam",
+        "sgd",
+        "adadelta",
+        "fused_adamw",
+        "fused_adam",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "lion",
         "lion_8bit",
-    ] = "adamw"  # fmt: skip
+    ] = "adamw"
     """Optimizer; the 8-bit ones need less memory, and the paged one moves state that does not fit to the host. On a GPU
     adamw and adam are fused; fused_adamw and fused_adam are fused for weights on a CPU too."""
     wd: Annotated[float, NOT_NEGATIVE] = 0.0

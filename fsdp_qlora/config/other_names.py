@@ -65,14 +65,16 @@ def translate(settings: Sequence[Setting], errors: list[str], notes: list[str]) 
     options = {setting.name: setting for setting in settings if not is_older(setting)}
     older = {setting.name: setting for setting in settings if is_older(setting)}
     for name in [name for name in OLDER if name in older]:
-        setting, row = older[name], OLDER[name]
+        setting = older[name]
+        row = OLDER[name]
         if setting.text.lower() in row.unset:
             continue
         if not row.option:
             notes.append(f"--{name} is no longer needed: {row.reason}.")
             continue
         try:
-            option, value = row.option, row.now(setting.text)
+            option = row.option
+            value = row.now(setting.text)
         except ValueError as error:
             errors.append(f"{setting.where}: {error}.")
             continue

@@ -50,7 +50,8 @@ def option_help() -> dict[str, dict[str, str]]:
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             heading = headings[max(row for row in headings if row < field.lineno)]
-            name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
+            name = ast.unparse(field.target)
+            sentence = ast.literal_eval(text.value)
             options[heading][name] = " ".join(sentence.split())
     return options
 
@@ -82,7 +83,7 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
 
     For files, logs and other machines: secrets are taken out.
     """
-    used = {"lr": config.learning_rate, **config.objective_settings, "dry_run": False}
+    used = {"lr": config.learning_rate} | config.objective_settings | {"dry_run": False}
     return redact_values(stored_values(vars(config)) | used)
 
 
@@ -98,7 +99,8 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The stored options that identify a run, none of which is a path, and those of them that are not the default."""
-    may_differ, defaults = names_marked(MAY_DIFFER), resolved_options(DEFAULTS)
+    may_differ = names_marked(MAY_DIFFER)
+    defaults = resolved_options(DEFAULTS)
     settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
     changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
     return settings, changed

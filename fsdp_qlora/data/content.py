@@ -199,7 +199,8 @@ def text_of(row: Row, column: str, *, required: bool = True) -> str:
 
 def refuse_media(text: str, where: str) -> None:
     """Raise BadRow where a question shows something that is no text."""
-    if match := _MEDIA.search(text):
+    match = _MEDIA.search(text)
+    if match:
         raise BadRow(f"{where}: it shows {match[0].strip()}, and only text can be trained on")
 
 

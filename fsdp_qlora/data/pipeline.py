@@ -132,7 +132,7 @@ class Prompt:
     def for_rewards(self) -> Row:
         """The columns, with the answer in one that functions read."""
         has_one = self.answer is None or any(self.columns.get(name) is not None for name in ANSWERS)
-        return self.columns if has_one else {**self.columns, ANSWERS[0]: self.answer}
+        return self.columns if has_one else dict(self.columns) | {ANSWERS[0]: self.answer}
 
 
 class DatasetPipeline:
@@ -145,7 +145,9 @@ class DatasetPipeline:
         workers: Sequence[TemplateWorker],
         source: Source | None = None,
     ) -> None:
-        self.tokenizer, self.options, self.workers = tokenizer, options, workers
+        self.tokenizer = tokenizer
+        self.options = options
+        self.workers = workers
         text = options.text
         self.template = find_template(text.prompt_template)
         self.requested = RequestedFormat(text.requested_format, parse_columns(text.columns))
@@ -171,7 +173,8 @@ class DatasetPipeline:
         if not (row_format.may_be_chat or self.template.is_chat):
             self._kwargs = {}
             return
-        template, others = self._chat_template, [column for column in self._columns if column not in used]
+        template = self._chat_template
+        others = [column for column in self._columns if column not in used]
         ask = partial(template.variables, self.workers[0])
         self._kwargs = columns_of(others, self.requested.renames, template.source, ask)
 
@@ -196,7 +199,9 @@ class DatasetPipeline:
     @property
     def _key(self) -> list[object]:
         """All that the rows depend on."""
-        text, kind, source = self.options.text, self.options.text.row_kind, self.source
+        text = self.options.text
+        kind = self.options.text.row_kind
+        source = self.source
         key: list[object] = [source.identity, source.start, source.stop, self.samples, self.requested.renames]
         key += [dataclasses.astuple(self.template), text.dataset_format, self.options.context_length, text.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
@@ -216,12 +221,15 @@ class DatasetPipeline:
 
     def _tokenize(self, entries: Iterable[Entry], *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
         """Tokenize entries in batches, so that few rows are in memory as text."""
-        pieces, lengths = [NO_ROWS], [0]
-        report, left = DataReport(self.source.origin), iter(entries)
+        pieces = [NO_ROWS]
+        lengths = [0]
+        report = DataReport(self.source.origin)
+        left = iter(entries)
         tokenize = self._collect_prompts if self.options.text.makes_rows else self._tokenize_batch
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
             while batch := list(islice(left, sources.ROWS_PER_BATCH)):
-                if rows := self._rows(batch, report):
+                rows = self._rows(batch, report)
+                if rows:
                     piece, of_rows = tokenize(rows, report)
                     pieces.append(piece)
                     lengths += of_rows
@@ -253,7 +261,8 @@ class DatasetPipeline:
     ) -> tuple[TokenizedRows, list[int]]:
         """The tokens of rows, and the number of each row's before any are cut."""
         named = self._named(rows, report)
-        row_format, text = FORMATS[report.dataset_format], self.options.text
+        row_format = FORMATS[report.dataset_format]
+        text = self.options.text
         if text.rating_threshold is not None:
             read = partial(row_format.read, threshold=text.rating_threshold)
             row_format = dataclasses.replace(row_format, read=read)
@@ -286,8 +295,8 @@ class DatasetPipeline:
         for row_number, row, folder in rows:
             try:
                 of_teacher = {name: row[name] for name in teachers if name in row}
-                beside = {**of_teacher, FOLDER: folder, COLUMN: read_kwargs(row, self._kwargs)}
-                named.append((row_number, {**self._reading.named(row), **beside}))
+                beside = of_teacher | {FOLDER: folder, COLUMN: read_kwargs(row, self._kwargs)}
+                named.append((row_number, dict(self._reading.named(row)) | beside))
             except BadRow as reason:
                 report.reject(row_number, str(reason))
         return named
@@ -302,7 +311,8 @@ class DatasetPipeline:
             self._find_kwargs(FORMATS["messages"])
         if not num_columns:
             self.requested.check(list(self._columns), report.origin)
-        renderers, text = dict[str, Renderer](), self.options.text
+        renderers = dict[str, Renderer]()
+        text = self.options.text
         may_be_taught = "teacher" in OBJECTIVES[text.objective].options
 
         def read(row: Row, worker: TemplateWorker) -> tuple[str, PromptContent, list[Rendered], object]:
@@ -317,7 +327,8 @@ class DatasetPipeline:
             contents = [with_template_kwargs(each, kwargs) for each in contents]
             return name, content, [renderers[name].prompt(each, worker) for each in contents], _right_answer(row, said)
 
-        kept, lengths = list[Prompt](), list[int]()
+        kept = list[Prompt]()
+        lengths = list[int]()
         prompts = over_workers([row for _, row, _ in rows], read, self.workers[:1])
         for (row_number, row, _), prompt in zip(rows, prompts, strict=True):
             if isinstance(prompt, BadRow):
@@ -336,7 +347,8 @@ class DatasetPipeline:
             else:
                 kept.append(Prompt(row_number, ids, _shown(content, rendered), self._beside(row), right, *of_teacher))
         self.prompts += kept
-        prompt_ids, row_numbers = [prompt.ids for prompt in kept], [prompt.row_number for prompt in kept]
+        prompt_ids = [prompt.ids for prompt in kept]
+        row_numbers = [prompt.row_number for prompt in kept]
         return join_completions(prompt_ids, [()] * len(kept), row_numbers), lengths
 
     def _beside(self, row: Row) -> Row:
@@ -349,11 +361,14 @@ class DatasetPipeline:
 
 def _sample_evenly(items: Iterable[Entry], most: int) -> tuple[int, list[Entry]]:
     """The number of items, and `most` to half as many of them at even distances, or all if they are fewer."""
-    count, kept, distance = 0, list[Entry](), 1
+    count = 0
+    kept = list[Entry]()
+    distance = 1
     for count, item in enumerate(items, start=1):
         kept += [item] if (count - 1) % distance == 0 else []
         if len(kept) > most:
-            kept, distance = kept[::2], 2 * distance
+            kept = kept[::2]
+            distance = 2 * distance
     return count, kept
 
 
@@ -372,7 +387,8 @@ def _right_answer(row: Row, said: str | None) -> object:
 
 def _check_objective(reading: Reading, options: TextOptions, first_rows: Sequence[Row], origin: str) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    kind, wanted = FORMATS[reading.dataset_format].row_kind, options.row_kind
+    kind = FORMATS[reading.dataset_format].row_kind
+    wanted = options.row_kind
     can_teach = kind == TEXTS and FORMATS[reading.dataset_format].asks
     has_prompt = any(row.keys() & {*preferences.TEACHERS} for row in first_rows)
     if kind == wanted or (options.has_teacher and can_teach and has_prompt):
@@ -404,7 +420,8 @@ def _shown(content: PromptContent, rendered: Rendered) -> Any:
 
 def check_report(report: DataReport, options: DataOptions) -> None:
     """Log what became of the rows, and raise UserError if none is left or too many were rejected."""
-    allowed, num_bad = options.max_bad_rows, report.num_rejected
+    allowed = options.max_bad_rows
+    num_bad = report.num_rejected
     advice = report.describe_cut(options.longest_row)
     if report.num_used == 0 or num_bad > allowed * report.num_rows:
         lines = report.describe_rejected()

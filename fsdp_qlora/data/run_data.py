@@ -101,14 +101,16 @@ class RunData:
         rows = [self.train[int(row)] for row in self.train_rows[:_ROWS_LOOKED_AT]]
         last = [int(row.input_ids[row.learned.nonzero()[0][-1]]) for row in rows if row.learned.any()]
         last = last or tokenizer(after_answer, add_special_tokens=False)["input_ids"][:1]
-        added, own = tokenizer.added_tokens_decoder, (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        added = tokenizer.added_tokens_decoder
+        own = (tokenizer.eos_token_id, tokenizer.bos_token_id)
         often = [token for token, count in Counter(last).items() if 10 * count >= len(last)]
         return [str(added[token]) for token in often if token in added and token not in own]
 
     def describe_left_out(self) -> list[str]:
         """A line for the end, if rows were left out: how many of those that were read before training."""
         reports = self.reports + self.eval_reports
-        left, total = sum(report.num_rejected for report in reports), sum(report.num_rows for report in reports)
+        left = sum(report.num_rejected for report in reports)
+        total = sum(report.num_rows for report in reports)
         return [f"Rows left out: {left:,} of {total:,}"] if left else []
 
     def files(self) -> dict[str, str]:
@@ -142,20 +144,23 @@ def prepare_data(
     prepared = _prepare_each(options.dataset, tokenizer, options, vocab_size, known_sources)
     data = _joined(prepared, options, shares)
     if options.text.makes_rows:
-        prompts, most = [prompt for part in prepared for prompt in part.prompts], options.text.max_completion_length
+        prompts = [prompt for part in prepared for prompt in part.prompts]
+        most = options.text.max_completion_length
         data = dataclasses.replace(data, evaluation=NO_ROWS, prompts=tuple(prompts), completion_length=most)
     if eval_names:
         whole = dataclasses.replace(options, dataset_samples=None)
         data = _with_evaluation(
             data, _prepare_each(list(eval_names.values()), tokenizer, whole, vocab_size), eval_names
         )
-    first, template = data.reports[0], find_template(options.text.prompt_template)
+    first = data.reports[0]
+    template = find_template(options.text.prompt_template)
     provenance = {
         "prompt": prompt_record(first.dataset_format, template, is_chat=first.is_chat, is_filled=first.is_filled),
         "data": list(map(describe_dataset, options.dataset, data.reports)),
         "eval_data": list(map(describe_dataset, eval_names.values(), data.eval_reports)),
     }
-    length, processor = options.longest_row, options.text.image_processor
+    length = options.longest_row
+    processor = options.text.image_processor
     return dataclasses.replace(data, provenance=provenance, context_length=length, image_processor=processor)
 
 
@@ -164,7 +169,8 @@ def _joined(prepared: Sequence["Prepared"], options: DataOptions, shares: Sequen
     parts = [part.rows for part in prepared]
     train_rows, held_out = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
     mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
-    train, eval_sets = join_cached(parts), {"": held_out} if len(held_out) else {}
+    train = join_cached(parts)
+    eval_sets = {"": held_out} if len(held_out) else {}
     reports = tuple(part.report for part in prepared)
     return RunData(train, train_rows, train, eval_sets, reports=reports, mixture=mixture)
 
@@ -193,7 +199,8 @@ def _choose_context_length(
             reports.append(pipeline.measured())
     needed = max([report.length_of_99_percent for report in reports], default=_OF_DUMMY)
     chosen = min(2 ** max(1, (needed - 1).bit_length()), MOST_OF_AUTO, longest or MOST_OF_AUTO)
-    used, total = sum(report.num_used for report in reports), sum(report.num_rows for report in reports)
+    used = sum(report.num_used for report in reports)
+    total = sum(report.num_rows for report in reports)
     which = f"{used:,} of {total:,}" if used < total else f"{used:,}"
     log.info("Context: %s tokens (auto: 99%% of %s rows have at most %s)", f"{chosen:,}", which, f"{needed:,}")
     return chosen
@@ -215,7 +222,8 @@ def _prepare_each(
     known_sources: Mapping[str, Source] = {},
 ) -> list[Prepared]:
     """The rows of each dataset, and what became of them."""
-    prepared, samples = [], options.dataset_samples
+    prepared = []
+    samples = options.dataset_samples
     for dataset in datasets:
         one = dataclasses.replace(options, dataset=(dataset,))
         prepared.append(prepare_rows(tokenizer, one, known_sources.get(dataset)))
@@ -253,7 +261,9 @@ def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions, sourc
     """
     if parse_name(options.dataset[0]).name == sources.DUMMY:
         samples = options.dataset_samples or sources.DEFAULT_SAMPLES[sources.DUMMY]
-        size, context, kind = len(tokenizer), options.longest_row, options.text.row_kind
+        size = len(tokenizer)
+        context = options.longest_row
+        kind = options.text.row_kind
         made = tokenization.dummy_rows(samples, size, kind, context_length=context, seed=options.seed)
         prepared = Prepared(*made)
     else:

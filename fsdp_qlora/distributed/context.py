@@ -25,7 +25,9 @@ class ContextGroup:
     """
 
     def __init__(self, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
-        self.size, self.rank, self.group = size, rank, group
+        self.size = size
+        self.rank = rank
+        self.group = group
         self._sent: deque[dist.Work] = deque()  # they keep what is sent alive
 
     def own(self, length: int, rank: int | None = None) -> slice:
@@ -55,7 +57,8 @@ class ContextGroup:
 
     def pieces(self, lengths: list[int]) -> tuple[list[int], bool, bool]:
         """The tokens of documents in this rank's part of T, whether the first began before, and the last goes on."""
-        own, ends = self.own(sum(lengths)), [0, *itertools.accumulate(lengths)]
+        own = self.own(sum(lengths))
+        ends = [0, *itertools.accumulate(lengths)]
         found = [min(end, own.stop) - max(start, own.start) for start, end in itertools.pairwise(ends)]
         return [length for length in found if length > 0], own.start not in ends, own.stop not in ends
 
@@ -109,7 +112,8 @@ class ContextGroup:
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group, parts = group, parts.contiguous()
+        ctx.group = group
+        parts = parts.contiguous()
         received = torch.empty_like(parts)
         if not parts.is_meta:
             dist.all_to_all_single(received, parts, group=group)
@@ -123,7 +127,8 @@ class _AllToAll(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group, total = group, values.clone()
+        ctx.group = group
+        total = values.clone()
         dist.all_reduce(total, group=group)
         return total
 

@@ -30,7 +30,8 @@ def choose_device(requested: str, local_rank: int) -> torch.device:
                 "Start one process per visible GPU."
             )
         return torch.device("cuda", local_rank)
-    if problem := gpu_problem():
+    problem = gpu_problem()
+    if problem:
         raise UserError(problem)
     if requested == "cuda":
         raise UserError("--device is cuda, but no GPU is visible on this machine. Leave it at auto.")
@@ -96,13 +97,13 @@ def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     """
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     if device.type != "cuda":
-        return {**values, **{name: tensor.to(device) for name, tensor in tensors.items()}}
+        return dict(values) | {name: tensor.to(device) for name, tensor in tensors.items()}
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
     for part, tensor in zip(pinned.split(sizes), tensors.values(), strict=True):
         _like(tensor, part).copy_(tensor)
     parts = pinned.to(device, non_blocking=True).split(sizes)
-    return {**values, **{name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)}}
+    return dict(values) | {name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)}
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class Layout:
         """Environment variables of NCCL."""
         # Collectives of several communicators may deadlock unless they start in one order (NCCL's guide): the host's.
         ordered = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"} if len(self.communicators) > 1 else {}
-        return {"NCCL_MAX_P2P_NCHANNELS": str(self.p2p_channels), **ordered}
+        return {"NCCL_MAX_P2P_NCHANNELS": str(self.p2p_channels)} | ordered
 
     @property
     def frees_blocks(self) -> bool:

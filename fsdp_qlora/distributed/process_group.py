@@ -41,7 +41,7 @@ def start_process_group(
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
     if ranks.device.type == "cuda":
-        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **(layout or ranks.layout("full_shard")).nccl_settings}
+        defaults = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} | (layout or ranks.layout("full_shard")).nccl_settings
         os.environ.update({name: value for name, value in defaults.items() if name not in os.environ})
         if not backend and ranks.local_world_size > 1:
             _warn_of_small_shared_memory()
@@ -62,8 +62,10 @@ def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
         if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
             log.warning(
                 "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, start the container "
-                "with --shm-size 1g or more, or with --ipc host.", folder, size // 2**20,
-            )  # fmt: skip
+                "with --shm-size 1g or more, or with --ipc host.",
+                folder,
+                size // 2**20,
+            )
 
 
 def gather_numbers(
@@ -98,7 +100,8 @@ def raise_on_all_ranks(
     except kind as error:
         failure = str(error)
     is_alone = not dist.is_initialized()  # a command of one process
-    if failure := next(filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), ""):
+    failure = next(filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), "")
+    if failure:
         raise kind(failure)
 
 

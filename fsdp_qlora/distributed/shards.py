@@ -78,7 +78,8 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
     """Gather all weights of a sharded module on the device while the block runs. Collective."""
     module.unshard()
     for part in module.modules():  # type: ignore[attr-defined]
-        if bring := getattr(part, "bring_weights", None):  # set by sharding/weight_stream.py
+        bring = getattr(part, "bring_weights", None)
+        if bring:  # set by sharding/weight_stream.py
             bring()
     yield
     module.reshard()
@@ -87,7 +88,8 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
     """All-gather a tensor that `shard_bounds` has split along dim 0. Returns [num_rows, ...] on every rank."""
     size = shard_size(mesh)
-    chunk, dims = -(-num_rows // size), local.shape[1:]
+    chunk = -(-num_rows // size)
+    dims = local.shape[1:]
     padded = local.contiguous()
     if len(local) < chunk:
         padded = torch.cat([local, local.new_zeros((chunk - len(local), *dims))])

@@ -37,15 +37,18 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     """
     if ranks.world_size == 1:  # a single process needs no server, hence no free port
         return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     if not ranks.is_rank_0:
         _wait_for_store(ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES))
     resolved = _resolve(address)
     if ranks.is_rank_0 and resolved is not None and resolved.is_global:
         log.warning(
             "The store of this run listens at %s:%d, which is a public address, and has no password: close the port to "
-            "all but the run's own nodes.", address, port,
-        )  # fmt: skip
+            "all but the run's own nodes.",
+            address,
+            port,
+        )
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = ranks.is_rank_0 and not is_agents
     timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -59,7 +62,8 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
             master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
         )
     except dist.DistError as error:
-        where, reason = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)", str(error).partition("\n")[0]
+        where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+        reason = str(error).partition("\n")[0]
         if is_master:
             raise UserError(f"Rank 0 cannot open its store at {where}: {reason}. Choose a free port.") from error
         raise LostRank(f"Rank {ranks.rank} finds no store at {where}, though something listens: {reason}") from error
@@ -68,7 +72,8 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store hosted by rank 0 is new at each
     # start, and agents that joined later count fewer attempts, so it needs no attempt. The run's id, which our launcher
     # and `torchrun --standalone` draw at random, hides the keys from programs that reach the port only.
-    run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{run}/attempt-{attempt if is_agents else 0}", store)
 
 

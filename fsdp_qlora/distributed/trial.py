@@ -21,8 +21,9 @@ def problem_of_two_ranks(device: str, **variables: str) -> str:
     Args:
         device: cuda or cpu. variables: more environment variables for them.
     """
-    end, problems = time.monotonic() + MAX_SECONDS, []
-    variables = {**os.environ, **variables, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    end = time.monotonic() + MAX_SECONDS
+    problems = []
+    variables = os.environ | variables | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", __name__, device, f"{folder}/store"]
@@ -44,7 +45,8 @@ def problem_of_two_ranks(device: str, **variables: str) -> str:
 def exchange(device: torch.device) -> None:
     """Run on one of two ranks: a sum and a gather with known results. Raises RuntimeError if they arrive otherwise."""
     numbers = torch.arange(2**14, dtype=torch.float32)
-    dist.all_reduce(total := (numbers + dist.get_rank()).to(device))
+    total = (numbers + dist.get_rank()).to(device)
+    dist.all_reduce(total)
     if not torch.equal(total.cpu(), 2 * numbers + 1):
         raise RuntimeError("an all-reduce gives wrong sums")
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)  # quantized weights have all of them, NaNs included

@@ -56,11 +56,12 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    installed, shown = versions(), (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
+    installed = versions()
+    shown = (*_PACKAGES, PACKAGES.get(kind.quantizer or ""))
     stored = {"format": about["base_format"]} if "base_format" in about else {}
     record = {
         "format": 1,
-        "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base"), **stored},
+        "base": ({"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")} | stored),
         "run_id": about["run_id"],
         "parent": about.get("parent"),
         "step": step,
@@ -94,8 +95,8 @@ def merged_documents(
         merged: adapter, the name of its folder; kind, lora or dora; into, original or dequantized.
     """
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
-        earlier = {**_UNKNOWN, "base": base._asdict(), "settings": dict(settings)}
-    record = {**earlier, "merged": {**merged, "version": __version__}}
+        earlier = _UNKNOWN | {"base": base._asdict(), "settings": dict(settings)}
+    record = dict(earlier) | {"merged": dict(merged) | {"version": __version__}}
     return documents(record, kind=None)
 
 
@@ -109,12 +110,13 @@ def _card(record: Mapping[str, Any], kind: str | None) -> str:
         pipeline_tag="text-generation",
         tags=[*([kind] if kind else []), "fsdp_qlora", *preference],
     )
-    prompt, eval_loss = record["prompt"], record["losses"].get("eval_loss")
+    prompt = record["prompt"]
+    eval_loss = record["losses"].get("eval_loss")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     # A name from outside in Markdown: one line, and no markup.
     environment.filters["name"] = lambda name: re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))
     return environment.from_string(_TEMPLATE.read_text()).render(
-        {"merged": None, **record},
+        {"merged": None} | dict(record),
         metadata=metadata.to_yaml(),
         base=base,
         stored=record["base"].get("format"),

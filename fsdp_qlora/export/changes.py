@@ -128,7 +128,8 @@ class Changes:
         own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
         stored = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
         wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
-        if problems := "; ".join(tensor_differences(stored, wanted)):
+        problems = "; ".join(tensor_differences(stored, wanted))
+        if problems:
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
@@ -139,7 +140,8 @@ class Changes:
         """Read what changes a weight, or the tensor that replaces it."""
         if weight not in self.layers:
             return None
-        (path, layer), adapter = self.layers[weight], self.adapter
+        (path, layer) = self.layers[weight]
+        adapter = self.adapter
         if weight in self.new_rows:
             return TokenRows(NewTokens(layer.token_indices[_NAME]), adapter.read(f"{path}.trainable_tokens_delta"))
         scaling = layer.scaling[_NAME]

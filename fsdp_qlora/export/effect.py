@@ -52,5 +52,7 @@ class Effect:
             log.warning(
                 "Warning: only %.1f%% of the adapter's update is left after rounding to %s, so the merged model is "
                 "nearly its base. %s, or train for longer.",
-                100 * self.share, form, advice,
-            )  # fmt: skip
+                100 * self.share,
+                form,
+                advice,
+            )

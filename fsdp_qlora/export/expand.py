@@ -127,7 +127,8 @@ def _plan_copies(
     copies: dict[str, str] = {}
     empty: set[str] = set()
     weights = match_tensors(model, weight_files)
-    if line := describe_left_out(weights, model, in_result="The result lacks them."):
+    line = describe_left_out(weights, model, in_result="The result lacks them.")
+    if line:
         log.warning("%s", line)
     for name, source in weights.sources.items():
         parts = list(weight_files.origins(source))

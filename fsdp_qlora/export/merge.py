@@ -82,7 +82,8 @@ class MergedModel:
 
     def forms(self) -> dict[str, TensorForm]:
         """Every tensor of the merged model's files, in the base's order."""
-        forms, files = {}, self.weights.files
+        forms = {}
+        files = self.weights.files
         for name in self._order():
             stored = files.dtype(self._source(name))
             own = stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
@@ -94,7 +95,8 @@ class MergedModel:
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
-        forms, done = self.forms(), set()
+        forms = self.forms()
+        done = set()
         for name in self._order():
             for part, start, values, base in self._changed(name):
                 done.add(part)
@@ -135,7 +137,8 @@ class MergedModel:
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor | None]]:
         """(tensor of the files, start, values, those of the base if something is added) of one parameter's pieces."""
-        change, replaced = self.changes.update(name), self.changes.replaced.get(name)
+        change = self.changes.update(name)
+        replaced = self.changes.replaced.get(name)
         whole = self.dequantize(self.copies.get(name, name)) if self.dequantize and not replaced else None
 
         def read(start: int, stop: int) -> torch.Tensor:
@@ -207,7 +210,8 @@ class Merge:
         """
         if base == "original" or not self.layers:
             return dataclasses.replace(self.original, dtype=dtype)
-        weights, device = self.original.weights, ranks.device
+        weights = self.original.weights
+        device = ranks.device
 
         def dequantize(name: str) -> torch.Tensor | None:
             if name not in self.layers:
@@ -225,13 +229,15 @@ class Merge:
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     """Read an adapter's configuration and match it with its base, stored as the run's options say."""
     adapter = open_adapter(adapter_path)
-    name, with_code = run.model_name, run.trust_remote_code
+    name = run.model_name
+    with_code = run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
     found = take_packed(config, name, folder)
     packed, stored = (found, None) if found and found.quantizer == BITSANDBYTES else (None, found)
     settle_head(config, folder, stored, packed=packed, trust_remote_code=with_code)
-    if ids := peft_folder.token_ids(adapter_path, adapter.config.to_dict()):
+    ids = peft_folder.token_ids(adapter_path, adapter.config.to_dict())
+    if ids:
         NewTokens(ids).grow(config)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
@@ -244,7 +250,8 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     names = list(files.files)
     built = quantized if packed and quantized is not None else model
     weights = match_tensors(built, files, packed=packed is not None, grown=changes.new_rows)
-    if line := describe_left_out(weights, built, in_result="The merged model has them as they are."):
+    line = describe_left_out(weights, built, in_result="The merged model has them as they are.")
+    if line:
         log.warning("%s", line)
     if changes.changes_any(weights.copies.values()):
         names = [name for name in names if name not in weights.copies]
@@ -252,9 +259,13 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     merged = MergedModel(
-        weights, changes, shapes, [name for name in names if name not in parts],
-        None, split_ends(model, changes),
-    )  # fmt: skip
+        weights,
+        changes,
+        shapes,
+        [name for name in names if name not in parts],
+        None,
+        split_ends(model, changes),
+    )
     layers = quantized_layers(quantized) if quantized is not None else {}
     return Merge(run, folder, adapter, merged, config, layers, found)
 
@@ -265,9 +276,14 @@ def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedF
     layers = LayerOptions(lora=LoraOptions(), quantizer=quantizer_options(run, quantizer), prequantized=packed)
     precision = PRECISIONS[choose_precision(run.precision, choose_device(run.device, 0))]
     return build_model(
-        config, frozen, precision, torch.device("cpu"), layers, attn_implementation="auto",
+        config,
+        frozen,
+        precision,
+        torch.device("cpu"),
+        layers,
+        attn_implementation="auto",
         trust_remote_code=run.trust_remote_code,
-    ).model  # fmt: skip
+    ).model
 
 
 @contextlib.contextmanager
@@ -307,7 +323,8 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
 
 def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     """The card and training.json, name -> text."""
-    config, path = merge.adapter.config, merge.adapter.path
+    config = merge.adapter.config
+    path = merge.adapter.path
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     settings = {"train_type": "dora" if config.use_dora else "lora", "lora_rank": config.r}
     settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
@@ -319,7 +336,8 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
 def _write_weights(merged: MergedModel, folder: Path) -> None:
     forms = merged.forms()
     total = sum(form.num_bytes for form in forms.values())
-    files, hidden = new_weights(folder, forms), not sys.stderr.isatty()
+    files = new_weights(folder, forms)
+    hidden = not sys.stderr.isatty()
     with tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar:
         for name, start, values in merged.pieces():
             if values.is_floating_point() and not values.isfinite().all():
@@ -340,7 +358,7 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
         content.pop(key, None)
         text.pop(key, None)
     if merged.keeps_format and (own := read_json(merge.folder / MODELOPT_FILE)):
-        content.setdefault("quantization_config", {"quant_method": "modelopt", **own})
+        content.setdefault("quantization_config", {"quant_method": "modelopt"} | own)
     if merged.dtype or is_decoded:
         for part in (content, text):
             part.pop("torch_dtype", None)
@@ -348,6 +366,7 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
     if merged.copies:
         content["tie_word_embeddings"] = text["tie_word_embeddings"] = False
     grown = {name for name, shape in merged.parameters.items() if merged.shape(name) != shape}
-    if grown := grown | merged.changes.new_rows:  # embeddings were resized
+    grown = grown | merged.changes.new_rows
+    if grown:  # embeddings were resized
         text["vocab_size"] = max(merged.shape(name)[0] for name in grown)
     return content

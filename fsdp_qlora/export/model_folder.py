@@ -94,7 +94,8 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
 
 def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> PackedFiles:
     """Create safetensors files of zeros in a model folder. Raises UserError if they do not fit on the disk."""
-    files, free = PackedFiles(folder, forms), free_disk(folder)
+    files = PackedFiles(folder, forms)
+    free = free_disk(folder)
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()
@@ -111,7 +112,8 @@ def read_pieces(
     """
     jobs = []
     for name, source in sources.items():
-        count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
+        count = weight_files.shape(source).numel()
+        size = _PIECE_BYTES // weight_files.dtype(source).itemsize
         size = max(1, size // unit(name)) * unit(name)
         jobs += [(name, TensorSlice(source, at, min(at + size, count))) for at in range(0, count, size)]
     total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
@@ -143,7 +145,8 @@ def quantize_model(
     options = {} if quantizer != BITSANDBYTES else {"quant_type": quant_type, "double_quant": double_quant}
     weights = match_tensors(model, weight_files)
     becomes = "The result lacks them." if quantizer == BITSANDBYTES else "The result has them as they are."
-    if line := describe_left_out(weights, model, in_result=becomes):
+    line = describe_left_out(weights, model, in_result=becomes)
+    if line:
         log.warning("%s", line)
     has_experts = quantize_layers(model, linears, experts, quantizer, compute_dtype=torch.bfloat16, **options)
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -177,7 +180,8 @@ def _write_published(
 
     names: of the tensors in the model's files. quantized: of the model's weights. content: of config.json.
     """
-    files, forms = weights.files, {name: weights.files.form(name) for name in names}
+    files = weights.files
+    forms = {name: weights.files.form(name) for name in names}
     chosen = {part.name: part.name for name in quantized for part in files.parts(weights.sources[name])}
     for name in chosen:
         forms |= compressed_forms(quant_type, name, forms.pop(name).shape)

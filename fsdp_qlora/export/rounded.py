@@ -34,7 +34,8 @@ class RoundedModel(MergedModel):
 
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """As in `MergedModel`, as bytes."""
-        forms, done = self.forms(), set()
+        forms = self.forms()
+        done = set()
         changed = self.changes.layers.keys() | self.changes.replaced.keys() | self.copies.keys()
         for name in filter(changed.__contains__, self._order()):
             for part, start, merged, _ in self._changed(name):

@@ -83,7 +83,8 @@ class _Writer:
     """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
-        self.staging, self.writes = output_dir / ".saving_weights", is_rank_0
+        self.staging = output_dir / ".saving_weights"
+        self.writes = is_rank_0
         self._output_dir = output_dir
         self._error: Exception | None = None
         if is_rank_0:
@@ -139,7 +140,8 @@ def _as_served(
 
     Of a base whose files hold each expert's matrices it ignores PEFT's 3-D adapters (vllm#41754).
     """
-    state, config = dict(state), copy.copy(config)
+    state = dict(state)
+    config = copy.copy(config)
     wrapped = [
         (canonical_name(path), module) for path, module in model.named_modules() if isinstance(module, LoraExperts)
     ]
@@ -147,7 +149,8 @@ def _as_served(
         for index, (name, lora) in enumerate(reversed([*module.lora.items()])):
             assert isinstance(lora, ExpertsLora)
             keys = [f"{PREFIX}{prefix}{'.base_layer' * index}.lora_{factor}.weight" for factor in "AB"]
-            (lora_A, lora_B), experts = (state[key] for key in keys), lora.num_experts
+            (lora_A, lora_B) = (state[key] for key in keys)
+            experts = lora.num_experts
             all_B = lora_B.view(len(lora_B), -1, experts).permute(2, 0, 1).contiguous()
             parts_B = _as_stored(model, f"{prefix}.{name}", all_B)
             if len(parts_B) == 1:  # the files hold all experts in one tensor, and vLLM reads PEFT's adapters of both
@@ -160,7 +163,8 @@ def _as_served(
                 paths = [part.removesuffix(".weight") for part in parts]
                 state |= zip((f"{PREFIX}{path}.lora_{factor}.weight" for path in paths), parts.values(), strict=True)
             leaves = {path.rpartition(".")[2] for path in paths}
-            config.target_modules, config.target_parameters = {*(config.target_modules or ()), *leaves}, None
+            config.target_modules = {*(config.target_modules or ()), *leaves}
+            config.target_parameters = None
     return state, config
 
 
@@ -225,7 +229,7 @@ def save_model(
     def write(folder: Path) -> None:
         sidecar(folder)
         if base is None:
-            saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+            saved = type(config).from_dict(config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")})
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
             saved.save_pretrained(folder)
         record_result(folder, result.staging.iterdir())
@@ -281,11 +285,15 @@ class ResultForm:
         Raises:
             TrainingError: it could not be written, on rank 0.
         """
-        plan, model, record = self.plan, self.plan.meta.model, training_record(about, progress, self.base, self.kind)
+        plan = self.plan
+        model = self.plan.meta.model
+        record = training_record(about, progress, self.base, self.kind)
         texts = documents(record, kind=self.kind.adapter)
-        if template := (record["prompt"] or {}).get("chat_template"):
+        template = (record["prompt"] or {}).get("chat_template")
+        if template:
             plan.tokenizer.chat_template = template  # that was trained with
-        if ends := (record["prompt"] or {}).get("ends"):
+        ends = (record["prompt"] or {}).get("ends")
+        if ends:
             texts["generation_config.json"] = generation_config_with(plan.folder, plan.tokenizer, ends)
         if self.kind.trains_new_blocks:
             said = read_json(plan.folder / "config.json")
@@ -296,7 +304,8 @@ class ResultForm:
         if self.adapter is not None:
             save_adapter(model, self.adapter, output_dir, values=values, sidecar=sidecar, for_server=self.for_server)
             return
-        base, dtype = WeightFiles(plan.folder) if self.kind.trains_new_blocks else None, plan.precision.compute_dtype
+        base = WeightFiles(plan.folder) if self.kind.trains_new_blocks else None
+        dtype = plan.precision.compute_dtype
         save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
@@ -309,7 +318,11 @@ class ResultForm:
             TrainingError: the result could not be written.
             DamagedCheckpoint: the checkpoint cannot be read.
         """
-        model, read_frozen = self.plan.meta.model, lambda name: self.open_base().read_whole(name)
+        model = self.plan.meta.model
+
+        def read_frozen(name: str) -> torch.Tensor:
+            return self.open_base().read_whole(name)
+
         with contextlib.closing(StoredValues(model, folder, state["tensors"], read_frozen)) as values:
             self.save(values, output_dir, about=state["about"], progress=state["progress"])
 
@@ -393,12 +406,14 @@ def check_repository(option: str, target: str) -> None:
     Raises:
         RankError: there is no login, it has no right to write there, or the repository is public.
     """
-    repo, may_be_public = target.removesuffix(PUBLIC), target.endswith(PUBLIC)
+    repo = target.removesuffix(PUBLIC)
+    may_be_public = target.endswith(PUBLIC)
     if get_token() is None:
         raise RankError(
             f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or set HF_TOKEN."
         )
-    api, is_public = HfApi(), False
+    api = HfApi()
+    is_public = False
     try:
         with contextlib.suppress(RepositoryNotFoundError):  # it will be made
             is_public = not api.repo_info(repo, timeout=HUB_TIMEOUT_SECONDS).private

@@ -106,9 +106,12 @@ def build_model(
     compute_rope_by_row(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
-        packed, quantizer, options = layers.prequantized, train_type.quantizer, dict(layers.quantizer)
+        packed = layers.prequantized
+        quantizer = train_type.quantizer
+        options = dict(layers.quantizer)
         if packed and packed.options is not None:
-            quantizer, options = packed.quantizer, dict(packed.options)
+            quantizer = packed.quantizer
+            options = dict(packed.options)
         options["compute_dtype"] = precision.compute_dtype
         quantize_layers(model, meta.quantized, meta.quantized_experts, quantizer, **options)
     if train_type.adapter:
@@ -149,11 +152,13 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    if packed := layers.prequantized:
+    packed = layers.prequantized
+    if packed:
         frozen, frozen_experts = choose_quantized(model, packed, frozen, frozen_experts)
     left_out: dict[str, str] = {}
     if train_type.quantizer or train_type.adapter:
-        own, routers = block_linears(model, by_class_alone=True), router_linears(model)
+        own = block_linears(model, by_class_alone=True)
+        routers = router_linears(model)
         left_out = {path: "their products are not those of linear layers" for path in own if path not in routers}
         left_out |= dict.fromkeys(read_directly(model), "other modules read their weights")
     return MetaModel(parts, modules, frozen, frozen_experts, targets, target_parameters, trained, left_out)

@@ -34,7 +34,9 @@ class ModelParts:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.blocks, self.towers = model, find_blocks(model), find_towers(model)
+        self.model = model
+        self.blocks = find_blocks(model)
+        self.towers = find_towers(model)
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module | None = model.get_output_embeddings()
         self.is_tied = has_tied_embeddings(model)
@@ -142,7 +144,8 @@ def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in kinds:
                 category, num_weights = _classify(module, name, parameter)
-                shape, in_adapter = tuple(parameter.shape), parameter in adapters
+                shape = tuple(parameter.shape)
+                in_adapter = parameter in adapters
                 kinds[parameter] = Kind(category, shape, parameter.dtype, num_weights, in_adapter)
     return kinds
 
@@ -204,7 +207,8 @@ def is_plain_lookup(module: nn.Module) -> bool:
         return False
     vocabulary, hidden = module.weight.shape
     values = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
-    middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
+    middle = vocabulary // 2
+    padding = min(module.padding_idx or 0, vocabulary - 2)
     ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
 
     def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:

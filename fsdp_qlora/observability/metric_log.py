@@ -38,11 +38,14 @@ class MetricLog:
     """
 
     def __init__(self, sinks: Sequence[Sink], options: SinkOptions) -> None:
-        self._sinks, self._total_steps, self._config = list(sinks), options.total_steps, options.config
+        self._sinks = list(sinks)
+        self._total_steps = options.total_steps
+        self._config = options.config
         self._opened = time.monotonic()
         self._evaluation_seconds = 0.0  # of the evaluation before the first step, with its samples
         self.save_seconds = 0.0  # that training waited for the last save
-        self._num_steps, self._has_evaluated = 0, False
+        self._num_steps = 0
+        self._has_evaluated = False
         self._recent: deque[float] = deque(maxlen=50)  # seconds of the last steps, without the process's first: warm-up
 
     def __enter__(self) -> MetricLog:
@@ -76,7 +79,8 @@ class MetricLog:
         for sink in self._sinks:
             sink.step(record, eta_seconds)
         if self._num_steps == 3 and steps_seconds and eta_seconds:
-            took, save = self._evaluation_seconds, self.save_seconds
+            took = self._evaluation_seconds
+            save = self.save_seconds
             more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
             more += f", {saves} saves of {save:.1f} s" if save else "; without saving"
             log.info(
@@ -88,13 +92,15 @@ class MetricLog:
         """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets, eval_tasks by name."""
         if not self._sinks:
             return
-        record, self._has_evaluated = plain(record), True
+        record = plain(record)
+        self._has_evaluated = True
         for sink in self._sinks:
             sink.evaluation(record)
         log.info(_line(record, ("step", *EVALUATION_COLUMNS)))
         for name, result in record.get("eval_sets", {}).items():
             log.info(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
-        if numbers := numbers_in(record.get("eval_tasks", {})):
+        numbers = numbers_in(record.get("eval_tasks", {}))
+        if numbers:
             log.info("  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
 
     def flush(self) -> None:
@@ -110,14 +116,16 @@ class MetricLog:
 
     def close(self, exit_code: int = 0) -> None:
         """Close every sink, in bounded time. A second call does nothing."""
-        sinks, self._sinks = self._sinks, []
+        sinks = self._sinks
+        self._sinks = []
         for sink in reversed(sinks):
             sink.close(exit_code)
 
 
 def refuse_sinks(names: Sequence[str]) -> None:
     """Raise UserError if a sink in `log_to` cannot be used here, before anything is loaded."""
-    if problems := [problem for name in names if name in SINKS and (problem := SINKS[name].problem())]:
+    problems = [problem for name in names if name in SINKS and (problem := SINKS[name].problem())]
+    if problems:
         raise UserError("\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems))
 
 
@@ -231,7 +239,8 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     path = output_dir / METRICS_FILE
     if not path.exists():
         return
-    kept, num_damaged = [], 0
+    kept = []
+    num_damaged = 0
     for line in read_named(path).split(b"\n")[:-1]:  # without a line that a crash has left unfinished
         record = parse_record(line)
         if record is None:

@@ -28,7 +28,8 @@ from fsdp_qlora.utils.run_files import METRICS_FILE, ROLLOUTS_FILE, RUN, SAMPLES
 
 log = logging.getLogger("fsdp_qlora")
 
-REPORT_FILE, FACTS_FILE = "report.html", "facts.json"
+REPORT_FILE = "report.html"
+FACTS_FILE = "facts.json"
 _MARK = "<!-- a report by fsdp_qlora -->"  # marks files that may be replaced
 _PARTS = Path(__file__).resolve().parent
 
@@ -78,7 +79,7 @@ class Facts:
         if self._starts is None:  # the folder may have been another run's until training began
             self._starts = read_json(self._path).get("starts", [])
         with contextlib.suppress(OSError):
-            write_json(self._path, {**self._about, "starts": [*self._starts, self._start]})
+            write_json(self._path, self._about | {"starts": [*self._starts, self._start]})
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         kinds = memory.items() if isinstance(memory, dict) else ()
         fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
         curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
-        rows.append({**curves, **fullest, "tokens": tokens, "hours": seconds / 3600})
+        rows.append(curves | fullest | {"tokens": tokens, "hours": seconds / 3600})
     kept = [rows[index] for index in _rows_to_draw(rows)]
     return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
 
@@ -144,13 +145,13 @@ def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
 def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over all steps, and the mean speed."""
     sums = {name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()}
-    return {**sums, "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
+    return sums | {"tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
     """The first and the last samples; those between are left out where there are very many."""
     rows = [
-        {"step": row["step"], **{key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}}
+        ({"step": row["step"]} | {key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")})
         for row in read_records(path)
     ]
     half = _MOST_SAMPLES // 2
@@ -221,9 +222,9 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
     """
     runs = [read_run(folder) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
-        runs = [{**run, "name": redact(str(folder))} for run, folder in zip(runs, folders, strict=True)]
+        runs = [(run | {"name": redact(str(folder))}) for run, folder in zip(runs, folders, strict=True)]
     if state is not None:
-        runs = [{**run, "status": {**run["status"], "state": state}} for run in runs]
+        runs = [run | {"status": run["status"] | {"state": state}} for run in runs]
     page = make_page(runs)
     with refusal_named("out", out):
         if out.exists() and not _is_ours(out):

@@ -239,7 +239,8 @@ class WandbSink(QueuedSink):
     def open(self, options: SinkOptions) -> Any:
         # wandb reports its own errors over the network, and at exit waits 10 s for a server that does not answer.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        limit, problem = 0.8 * self.finish_seconds, ""
+        limit = 0.8 * self.finish_seconds
+        problem = ""
         try:
             run = _start(options, finish_timeout=limit, mode=online_mode())
         except Exception as error:
@@ -284,10 +285,9 @@ def online_mode() -> Any:
 def _start(options: SinkOptions, *, finish_timeout: float, mode: Any) -> Any:
     import wandb
 
-    named: dict[str, Any] = {
-        "project": "fsdp_qlora",
-        **dict(word.split("=", 1) for word in options.config["log_to"] if "=" in word),
-    }
+    named: dict[str, Any] = {"project": "fsdp_qlora"} | dict(
+        word.split("=", 1) for word in options.config["log_to"] if "=" in word
+    )
     settings = wandb.Settings(
         silent=True,  # we print the important line
         console="off",  # capturing the terminal would break the progress bar and could upload secrets

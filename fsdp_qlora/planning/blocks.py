@@ -67,7 +67,8 @@ class CountedStorages(TorchDispatchMode):
                 self._count(tensor.untyped_storage())
         if func._schema.name == "torch_attn::_varlen_attn_backward":
             # Inside the kernel: queries' gradients in float32, and keys' and values' for each head that shares them.
-            query, is_shared = args[1], args[2].shape[1] < args[1].shape[1]
+            query = args[1]
+            is_shared = args[2].shape[1] < args[1].shape[1]
             inside = query.numel() * (4 + 2 * query.element_size() * is_shared)
             self.most = max(self.most, self.now + inside)
         return result
@@ -210,7 +211,8 @@ def _measure(
 ) -> tuple[BlockBytes, Any]:
     """Returns the bytes, and the block's output. hidden: its input [1, T, H]; args, kwargs: its other arguments."""
     wrapped = RecomputedBlock(_as_gathered(block, precision))
-    counts, output = {}, None
+    counts = {}
+    output = None
     for recomputes in (False, True):
         wrapped.is_on = recomputes
         set_save_inputs_only(wrapped, not recomputes)
@@ -224,7 +226,9 @@ def _measure(
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
             output = x.detach() if isinstance(y, torch.Tensor) else (x.detach(), *[None for _ in y[1:]])
             del y
-            kept, forward, count.most = count.now, count.most, count.now
+            kept = count.now
+            forward = count.most
+            count.most = count.now
             loss.backward()
         counts[recomputes] = kept, count.most, forward
         wrapped.zero_grad()

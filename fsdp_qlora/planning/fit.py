@@ -29,12 +29,15 @@ log = logging.getLogger("fsdp_qlora")
 # Added to the estimate. Of 55 configurations in benchmarks/standin_memory.py the worst is planned 3.5% too low or too
 # high; NCCL's buffers take 0.1 to 0.3 GiB on PCIe, and 0.8 to 2.3 on NVLink, where GPUs are so large that the share
 # covers them. The CUDA context is in use before free memory is read.
-_MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
+_MARGIN_SHARE = 0.05
+_MARGIN = GIB // 2
 # Share of all blocks that recompute in addition when a step comes near the end of the memory. With recompute a block
 # computes 4 passes instead of 3 (backward counts for 2), so a step computes at most 1.7% more.
 _MORE_BLOCKS = 0.05
 
-_FREE_SHARE, _LEAST_FREE = 0.04, GIB  # of the GPU's memory, that a probe leaves free
+# of the GPU's memory, that a probe leaves free
+_FREE_SHARE = 0.04
+_LEAST_FREE = GIB
 _FREE_IN_STEPS = 0.5  # of that, which later steps leave free: their rows are others
 
 T = TypeVar("T")
@@ -178,7 +181,8 @@ def fit_recompute(
         held, room = attempt(keeping)
         per_block = max((held - without) / keeping, 1.0)
         memory = {count: (count - keeping) * per_block for count in may_keep}  # more than in this attempt
-        before, keeping = keeping, int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
+        before = keeping
+        keeping = int(least(fit(may_keep, memory.__getitem__, room, falls=True)))
         if keeping <= before:
             break
         keeping = before if is_last else keeping
@@ -194,7 +198,9 @@ class MemoryWatch:
     """
 
     def __init__(self, model: nn.Module, recomputing: int, *, most: float) -> None:
-        self.model, self.recomputing, self.most = model, recomputing, most
+        self.model = model
+        self.recomputing = recomputing
+        self.most = most
         self.blocks = len(recomputed_blocks(model))
 
     def stepped(self, reserved: float) -> int:
@@ -211,8 +217,10 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats()
         log.warning(
             "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
-            reserved, self.recomputing, self.blocks,
-        )  # fmt: skip
+            reserved,
+            self.recomputing,
+            self.blocks,
+        )
         return self.recomputing
 
 
@@ -221,7 +229,8 @@ def fit_on_gpu(trainer: Trainer, data: RowsInMemory, *, block_bytes: int, too_fe
 
     Called on every rank. Arguments as for `fit_recompute` and `Trainer.try_longest`.
     """
-    device, longest = trainer.ranks.device, trainer.longest(data)
+    device = trainer.ranks.device
+    longest = trainer.longest(data)
     left_free = max(_LEAST_FREE, int(_FREE_SHARE * torch.cuda.mem_get_info(device)[1]))
 
     def reservable() -> int:

@@ -17,7 +17,9 @@ from fsdp_qlora.utils.text import GIB
 _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120: 0.58}
 # NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL), sent and received ones in pieces
 # of 2 MiB. By NVLink: channels of a communicator, each with a ring and a tree, and of two ranks that exchange tokens.
-_NCCL_BYTES, _NCCL_CHANNELS, _P2P_CHANNELS = 12 * 2**20, {True: 32, False: 4}, {True: 32, False: 2}
+_NCCL_BYTES = 12 * 2**20
+_NCCL_CHANNELS = {True: 32, False: 4}
+_P2P_CHANNELS = {True: 32, False: 2}
 # With NVSwitch also multicast buffers (NVLS) for each GPU of the machine, by compute capability: 16 channels, 24 on
 # Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
 _NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
@@ -39,7 +41,8 @@ class Gpu(NamedTuple):
 
     def beside_torch(self, layout: Layout) -> dict[str, int]:
         """Bytes of the GPU that torch's allocator does not get, by what they are."""
-        is_linked, groups = self.link >= _NVLINK, layout.communicators
+        is_linked = self.link >= _NVLINK
+        groups = layout.communicators
         multicast = sum(size for size, _ in groups if size > 1) * is_linked
         channels = len(groups) * 2 * _NCCL_CHANNELS[is_linked]
         peers = sum(size - 1 for size, exchanges in groups if exchanges)
@@ -66,7 +69,8 @@ def find_gpu(name: str) -> Gpu:
         UserError: none has it, or several; with the nearest names.
     """
     wanted = _plain(name)
-    if exact := [gpu for gpu in GPUS.values() if _plain(gpu.name) == wanted]:
+    exact = [gpu for gpu in GPUS.values() if _plain(gpu.name) == wanted]
+    if exact:
         return exact[0]
     named = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
     if len({gpu.memory_gib for gpu in named}) == 1:
@@ -77,7 +81,8 @@ def find_gpu(name: str) -> Gpu:
 
 def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
     """A GPU with so much memory, and the rates of the one of that name, else of the nearest one that is as new."""
-    if named := next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None):
+    named = next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None)
+    if named:
         return named._replace(memory_gib=memory_gib)
     as_new = [gpu for gpu in GPUS.values() if gpu.capability == capability] or [GPUS["RTX 3090"]]
     nearest = min(as_new, key=lambda gpu: abs(gpu.memory_gib - memory_gib))

@@ -36,7 +36,8 @@ def hub_name(name: str) -> str:
     entry = None if is_hub_name(name) else _entry(name)
     if entry is None:
         return name
-    plain, hub = name.lower(), str(entry["hub"])
+    plain = name.lower()
+    hub = str(entry["hub"])
     owner, _, published = hub.partition("/")
     stem = _SUFFIXES.sub("", plain)
     if stem == plain or _letters(plain) in _NAMES:
@@ -97,7 +98,8 @@ def names_near(name: str) -> list[str]:
         wanted = "".join(words)
         if wanted not in families:
             wanted = next(iter(difflib.get_close_matches(wanted, sorted(families), n=1, cutoff=_ALIKE)), "")
-        if found := _family(wanted):
+        found = _family(wanted)
+        if found:
             return found
         words.pop()
     return []

@@ -39,7 +39,9 @@ _CATEGORIES = {
     "trainable": "trainable weights (fp32)",
 }
 _LAYERS = (nn.Conv2d, nn.Conv3d, nn.Linear)  # of which the first of a vision tower takes patches
-_GRADIENTS, _STATE, _BUFFER = "their gradients", "optimizer state", "loading buffer"
+_GRADIENTS = "their gradients"
+_STATE = "optimizer state"
+_BUFFER = "loading buffer"
 
 Sizes = dict[str, int]  # what it is -> bytes
 
@@ -142,10 +144,13 @@ class _Estimate:
     """
 
     def __init__(self, parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> None:
-        self.parts, self.blocks, self.step = parts, blocks, step
+        self.parts = parts
+        self.blocks = blocks
+        self.step = step
         self.reduces_each = step.has_micro_batches and not step.placement.accumulates
         embedded: Any = parts.embedding.weight
-        self.vocabulary, self.width = len(embedded), block_shapes(parts.model.config)[0].hidden
+        self.vocabulary = len(embedded)
+        self.width = block_shapes(parts.model.config)[0].hidden
         dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
         self.hidden = step.num_tokens * self.width * dtype.itemsize
         self.trained = [self._trained_weights(block) for block in parts.blocks]
@@ -158,7 +163,7 @@ class _Estimate:
         step = self.step
         weights, on_host = self._weights()
         resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
-        host = {**on_host, _BUFFER: step.buffer_bytes}
+        host = on_host | {_BUFFER: step.buffer_bytes}
         if step.offloads_activations:
             host["block inputs"] = step.recomputing * self.hidden
         if step.on_gpu:
@@ -197,7 +202,7 @@ class _Estimate:
         weights = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
         trainable = counts.get("trainable", 0) * self.step.trains
         state = sum(OPTIMIZERS[self.step.optimizer].state) if self.step.trains else 0
-        return {**weights, _GRADIENTS: trainable, _STATE: int(trainable * state)}
+        return weights | {_GRADIENTS: trainable, _STATE: int(trainable * state)}
 
     def _phases(self, of_optimizer: Sizes) -> dict[str, list[Sizes]]:
         """Transient memory at each possible peak, by category; in the backward pass that of each block.
@@ -205,15 +210,16 @@ class _Estimate:
         Args:
             of_optimizer: the rank's reduced gradients and optimizer state, which are there only from some point on.
         """
-        step, parts = self.step, self.parts
-        before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * self.reduces_each}
+        step = self.step
+        parts = self.parts
+        before = of_optimizer | {_GRADIENTS: of_optimizer[_GRADIENTS] * self.reduces_each}
         in_adapters = sum(n * kind.num_weights for kind, n in parts.kinds(parts.model).items() if kind.in_adapter)
         adapters = {"adapters as gathered": self._as_gathered(in_adapters)}
         # The head is gathered to be compared with.
-        trial = {**adapters, "whole head": self._gathered(parts.head or parts.embedding)}
+        trial = adapters | {"whole head": self._gathered(parts.head or parts.embedding)}
         if not step.trains:
             gathered = {} if self.frees_blocks else {"gathered blocks": self.gathered[0]}
-            at_head = {**adapters, **gathered, **self._at_head()}
+            at_head = adapters | gathered | self._at_head()
             return {"trial": [trial], "forward": self._in_forward(adapters), "head": [at_head]}
         if step.has_micro_batches and not self.reduces_each:
             adapters["accumulated gradients"] = 4 * self._trained_weights(parts.model)
@@ -225,33 +231,35 @@ class _Estimate:
         waiting = {"gathered blocks": self.gathered_sizes[-1] if self.frees_blocks else in_blocks[0]["gathered blocks"]}
         phases = {
             "trial": trial,
-            "loss": {
-                **before,
-                **(waiting if step.num_shards == 1 or not step.layout.frees_blocks else {}),
-                **adapters,
-                **kept,
-                **self._at_head(),
-                "head's gradient": self._as_gathered(of_head),
-            },
-            "head's backward": {
-                **before,
-                **waiting,
-                **adapters,
-                **kept,
-                "hidden states at the head": 2 * step.passes * self.hidden,
-                "head's gradient": self._as_gathered(of_head) + 4 * of_head,
-            },
+            "loss": (
+                before
+                | (waiting if step.num_shards == 1 or not step.layout.frees_blocks else {})
+                | adapters
+                | kept
+                | self._at_head()
+                | {"head's gradient": self._as_gathered(of_head)}
+            ),
+            "head's backward": (
+                before
+                | waiting
+                | adapters
+                | kept
+                | {
+                    "hidden states at the head": 2 * step.passes * self.hidden,
+                    "head's gradient": self._as_gathered(of_head) + 4 * of_head,
+                }
+            ),
             "backward": {},
             "optimizer": of_optimizer,
         }
         if step.image_values:
-            phases["images"] = {**before, **adapters, "gathered blocks": self.gathered_sizes[0], **self._at_images()}
+            phases["images"] = before | adapters | {"gathered blocks": self.gathered_sizes[0]} | self._at_images()
         return {name: [sizes] for name, sizes in phases.items()} | {"backward": in_blocks}
 
     def _in_forward(self, adapters: Sizes) -> list[Sizes]:
         """Transient memory in each block's pass, if no backward pass follows."""
         return [
-            {**adapters, "gathered blocks": gathered, "block inputs": self.hidden, "block at work": block.forward}
+            (adapters | {"gathered blocks": gathered, "block inputs": self.hidden, "block at work": block.forward})
             for gathered, block in zip(self.gathered, self.blocks, strict=True)
         ]
 
@@ -261,14 +269,19 @@ class _Estimate:
         Blocks before the first that trains have no backward pass, and keep nothing for one. FSDP2 keeps what it reduces
         until it reduces the next block's gradients.
         """
-        step, hidden, num_blocks = self.step, self.hidden, len(self.blocks)
+        step = self.step
+        hidden = self.hidden
+        num_blocks = len(self.blocks)
         first = next((i for i, count in enumerate(self.trained) if count), 0)
         first = 0 if self._trained_weights(self.parts.embedding) else first
         keeping = max(first, step.recomputing)  # the first block that keeps its activations
-        left, of_all, reducing = sum(self.trained), max(self._trained_weights(self.parts.model), 1), 0
+        left = sum(self.trained)
+        of_all = max(self._trained_weights(self.parts.model), 1)
+        reducing = 0
         phases = []
         for index in reversed(range(first, num_blocks)):
-            block, recomputes = self.blocks[index], index < step.recomputing
+            block = self.blocks[index]
+            recomputes = index < step.recomputing
             phases.append(
                 {
                     "gathered blocks": self.gathered[index],
@@ -277,12 +290,13 @@ class _Estimate:
                     "kept activations": sum(earlier.kept for earlier in self.blocks[keeping : index + 1]),
                     "hidden states at the head": hidden * (step.passes if index == num_blocks - 1 else 1),
                     "gradients being reduced": 4 * reducing,
-                    **{name: int(count * left / of_all) for name, count in of_trained.items()},
-                    **of_optimizer,
-                    _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if self.reduces_each else 1 - left / of_all)),
                 }
+                | {name: int(count * left / of_all) for name, count in of_trained.items()}
+                | of_optimizer
+                | {_GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if self.reduces_each else 1 - left / of_all))}
             )
-            reducing, left = self.trained[index] or reducing, left - self.trained[index]
+            reducing = self.trained[index] or reducing
+            left = left - self.trained[index]
         return phases
 
     def _at_head(self) -> Sizes:
@@ -290,7 +304,8 @@ class _Estimate:
 
         The reference's, and those of a forward pass alone, have no gradients.
         """
-        step, dtype = self.step, self.step.precision.compute_dtype
+        step = self.step
+        dtype = self.step.precision.compute_dtype
         shared = is_shared(self.parts, step.num_shards, step.precision.param_dtype)
         tokens = min(step.num_tokens, tokens_at_a_time(self.vocabulary, dtype))
         # A CPU's kernels compute the gradients in float32 before they round them.
@@ -314,9 +329,12 @@ class _Estimate:
 
         Within 16% of what Siglip, Qwen2.5-VL's and Qwen3-VL's were measured to hold; no backward pass needs any.
         """
-        towers, values = self.parts.towers.values(), self.step.image_values
+        towers = self.parts.towers.values()
+        values = self.step.image_values
         layers: list[Any] = [module for tower in towers for module in tower.modules() if isinstance(module, _LAYERS)]
-        of_patch, hidden, dtype = layers[0].weight[0].numel(), len(layers[0].weight), layers[0].weight.dtype
+        of_patch = layers[0].weight[0].numel()
+        hidden = len(layers[0].weight)
+        dtype = layers[0].weight.dtype
         inner = max((len(layer.weight) for layer in layers if layer.weight.shape[1] == hidden), default=hidden)
         return {
             "gathered parts for images": sum(map(self._gathered, towers)),
@@ -354,7 +372,8 @@ class _Estimate:
         Args:
             from_host: whether some come from there; by default if all weights are there.
         """
-        step, dtype = self.step, self.step.precision.param_dtype
+        step = self.step
+        dtype = self.step.precision.param_dtype
         is_whole = step.num_shards == 1 and not (step.placement.offload.embeddings if from_host is None else from_host)
         return sum(
             count * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize

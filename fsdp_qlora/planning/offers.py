@@ -51,7 +51,8 @@ def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = 
 
     config, data = read_rows(config, model)
     planner = Planner(config, request, model, data, tokens)
-    num_rows, longest = data.rows_per_epoch, data.lengths[data.train_rows].max()
+    num_rows = data.rows_per_epoch
+    longest = data.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
     log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{num_rows:,}", f"{longest:,}", total)
     return planner
@@ -75,7 +76,9 @@ def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 
 def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[str]:
     """The plan in lines of at most 80 columns. explain: name the largest things at the peak."""
-    request, report, gpu_gib = run.request, run.report, run.request.gpu.memory_gib
+    request = run.request
+    report = run.report
+    gpu_gib = run.request.gpu.memory_gib
     billions = count_parameters(run.placed.model.meta.parts)["total"] / 1e9
     name = f"{run.config.model_name} ({billions:.1f}B), {run.config.train_type}"
     yield f"{name}, on {request.num_gpus} x {request.gpu.name}"
@@ -100,12 +103,14 @@ def describe(planner: Planner, run: PlannedRun, *, explain: bool) -> Iterator[st
 
 def _generation_lines(run: PlannedRun) -> list[str]:
     """How the model answers prompts, where a run learns from its own answers. The speed does not count it."""
-    config, request = run.config, run.request
+    config = run.config
+    request = run.request
     if not config.row_kind.is_sampled or config.rollout_url:
         return []
     answers = run.rows * request.num_gpus
     free = int(request.bytes) - sum(run.report.beside_torch.values())
-    longest, most_new = config.longest_row, config.max_completion_length
+    longest = config.longest_row
+    most_new = config.max_completion_length
     generation = plan_generation(run.placed, answers, longest, most_new, free, request.gpu)
     line = generation.describe(answers // config.answers_per_prompt, config.answers_per_prompt, 0)
     return textwrap.wrap(f"{line}; this time comes on top", 80, subsequent_indent="  ")
@@ -113,7 +118,8 @@ def _generation_lines(run: PlannedRun) -> list[str]:
 
 def _teacher_lines(planner: Planner, run: PlannedRun) -> list[str]:
     """The pass of another model over the rows before training, as it is planned; nothing without one."""
-    config, tokens = run.config, run.tokens / run.config.num_epochs
+    config = run.config
+    tokens = run.tokens / run.config.num_epochs
     if not config.teacher or config.teacher_url:
         return []
     from fsdp_qlora.planning.run_plan import teacher_config
@@ -136,12 +142,13 @@ def _speed_line(run: PlannedRun) -> str:
 
 def command_line(run: PlannedRun) -> str:
     """The command that trains so, for a shell: the model, the rows, what the options say, and the chosen placement."""
-    config, chosen = run.config, run.placed.placement.options
+    config = run.config
+    chosen = run.placed.placement.options
     options: dict[str, Any] = {"model_name": trained_name(config.model_name), "dataset": config.dataset}
     options |= {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)} | options
     if config.teacher:
         options["teacher"] = trained_name(config.teacher)
-    options |= {"nproc_per_node": run.request.num_gpus, **chosen}
+    options |= {"nproc_per_node": run.request.num_gpus} | chosen
     options.pop("dry_run", None)
     words = [f"--{name} {shlex.quote(value_text(value))}" for name, value in options.items() if value is not None]
     return f"fsdp-qlora train {' '.join(words)}"
@@ -149,7 +156,8 @@ def command_line(run: PlannedRun) -> str:
 
 def as_json(run: PlannedRun) -> Mapping[str, Any]:
     """The plan for programs; bytes are of one rank, but host_bytes."""
-    request, memory = run.request, run.placed.memory
+    request = run.request
+    memory = run.placed.memory
     return {
         "fits": run.fits,
         "gpu": request.gpu.name,
@@ -200,7 +208,8 @@ def known_config(name: str) -> PretrainedConfig | None:
 
 def config_of(sizes: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration of an entry of the table of well-known models. Raises UserError if transformers is too old."""
-    if (kind := sizes["model_type"]) not in CONFIG_MAPPING:
+    kind = sizes["model_type"]
+    if kind not in CONFIG_MAPPING:
         too_old = f"transformers {transformers.__version__} does not know model type {kind!r}"
         raise UserError(f"{too_old}. `pip install --upgrade transformers`.")
     usual = {"tie_word_embeddings": False, "max_position_embeddings": 131072}

@@ -87,7 +87,8 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     Args:
         what: unique in this start. store: None asks this rank alone.
     """
-    here, ranks = machine.gpu_memory, machine.ranks
+    here = machine.gpu_memory
+    ranks = machine.ranks
     if here is None or store is None or ranks.world_size == 1:
         return here[0] if here else None
     return min(map(int, all_gather_via_store(str(here[0]), what, ranks, store)))
@@ -116,19 +117,24 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     Raises:
         UserError: --use_cpu_offload is more than the model's blocks.
     """
-    machine, strategy, blocks = plan.machine, config.sharding_strategy, len(plan.meta.parts.blocks)
-    if (on_host := config.use_cpu_offload) not in ("auto", True, False) and int(on_host) > blocks:
+    machine = plan.machine
+    strategy = config.sharding_strategy
+    blocks = len(plan.meta.parts.blocks)
+    on_host = config.use_cpu_offload
+    if on_host not in ("auto", True, False) and int(on_host) > blocks:
         raise UserError(
             f"--use_cpu_offload {on_host}: the model has {blocks} decoder blocks. Give at most that, or true for the "
             "embeddings too."
         )
     is_paged_whole = plan.trains_whole_modules and OPTIMIZERS[config.optimizer].is_paged  # it pages from the GPU
-    nothing, everything = Offload(), Offload(blocks, embeddings=True)
+    nothing = Offload()
+    everything = Offload(blocks, embeddings=True)
     offloads = [nothing, everything]
     if on_host != "auto":
         offloads = [everything if on_host is True else Offload(int(on_host))]
     offloads = offloads[:1] if is_paged_whole else offloads
-    is_auto, ranks = strategy == "auto", machine.world_size
+    is_auto = strategy == "auto"
+    ranks = machine.world_size
     ways = (True, False) if config.gradient_accumulation_steps > 1 and ranks > 1 else (True,)
     ways = (False,) if plan.trains_whole_modules else ways
     if machine.device.type != "cuda":
@@ -151,7 +157,9 @@ def _placed(
     Raises:
         UserError: --recompute is more than the model's blocks.
     """
-    machine, total, recompute = plan.machine, len(plan.meta.parts.blocks), config.recompute
+    machine = plan.machine
+    total = len(plan.meta.parts.blocks)
+    recompute = config.recompute
     if isinstance(recompute, int) and recompute > total:
         raise UserError(f"--recompute {recompute}: the model has {total} decoder blocks. Give at most that, or all.")
     layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size, config.context_size)
@@ -174,7 +182,8 @@ def _placed(
 
 def check_resources(config: TrainConfig, placed: PlacedModel) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
-    plan, ranks = placed.model, placed.model.machine.ranks
+    plan = placed.model
+    ranks = placed.model.machine.ranks
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
         size = result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
         check_disk(Path(config.output_dir), size)
@@ -198,15 +207,18 @@ def check_memory(memory: Memory, device: torch.device, *, ranks_on_host: int, ca
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        if (needed := sum(memory.resident.values())) > free:
+        needed = sum(memory.resident.values())
+        if needed > free:
             advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
             raise (UserError if needed > total else OutOfMemory)(
                 f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "
                 f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
                 "a smaller model need less."
             )
-    free, host = host_memory_free(ranks_on_host), psutil.virtual_memory()
-    if (needed := sum(memory.host.values())) > free:
+    free = host_memory_free(ranks_on_host)
+    host = psutil.virtual_memory()
+    needed = sum(memory.host.values())
+    if needed > free:
         is_held = host.available < needed * ranks_on_host <= host.total
         raise (OutOfMemory if is_held else UserError)(
             f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
@@ -247,7 +259,8 @@ def adapter_bytes(placed: PlacedModel) -> int:
 def host_memory_free(ranks_on_host: int) -> int:
     """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
     limits = [psutil.virtual_memory().available // ranks_on_host]
-    if (in_container := _cgroup_free()) is not None:
+    in_container = _cgroup_free()
+    if in_container is not None:
         limits.append(in_container // ranks_on_host)
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY:
@@ -262,7 +275,8 @@ def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
-            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            most = (folder / limit).read_text().strip()
+            now = int((folder / used).read_text())
             counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
         except (OSError, ValueError):
             continue

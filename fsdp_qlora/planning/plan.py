@@ -131,7 +131,8 @@ def read_model(
     Args:
         with_weights, once: as for `hub.find_model_folder`.
     """
-    name, trusted = config.model_name, config.trust_remote_code
+    name = config.model_name
+    trusted = config.trust_remote_code
     folder = hub.find_model_folder(
         name, with_weights=with_weights, with_code=trusted, is_preview=config.is_preview, once=once
     )
@@ -149,7 +150,8 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     if plan.meta.model.generation_config is not None:  # made of config.json alone
         plan.meta.model.generation_config.eos_token_id = models.end_tokens(plan.folder, plan.tokenizer)
-    dtype, device = plan.precision.compute_dtype, machine.ranks.device
+    dtype = plan.precision.compute_dtype
+    device = machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
     for note in notes_of(config, plan):
         log.info("%s", note)
@@ -204,12 +206,15 @@ def notes_of(config: TrainConfig, plan: ModelPlan) -> Iterator[str]:
         counts = Counter(re.sub(r"^.*\.\d+\.", "", path) for path, why in meta.left_out.items() if why == reason)
         named = ", ".join(f"{name} ({count})" for name, count in counts.items())
         yield f"Neither quantized nor adapted, since {reason}: {named}."
-    if missing := " ".join(missing_kernels(meta.model)):
+    missing = " ".join(missing_kernels(meta.model))
+    if missing:
         yield f"PyTorch computes convolutions and states, much slower on a GPU than: pip install {missing}"
     for path, (module, rows) in with_token_rows(meta.model).items():
-        count, needs = len(rows.indices), format_bytes(16 * rows.trainable_tokens_delta.numel())
+        count = len(rows.indices)
+        needs = format_bytes(16 * rows.trainable_tokens_delta.numel())
         yield f"New tokens: {count} of the {len(module.weight):,} rows of {path} train ({needs} with AdamW's state)."
-    if towers := meta.parts.towers:
+    towers = meta.parts.towers
+    if towers:
         size = sum(parameter.nbytes for tower in towers.values() for parameter in tower.parameters())
         named = ", ".join(towers)
         yield f"The parts for images are sharded as they are and do not train ({named}: {format_bytes(size)})."
@@ -227,7 +232,8 @@ def build_plan(
     Raises:
         UserError: the options, the adapter to start from or the quantizer do not fit the model.
     """
-    train_type, device = config.kind, machine.ranks.device
+    train_type = config.kind
+    device = machine.ranks.device
     # GPUs that are elsewhere are taken for newer ones.
     wanted_precision = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
     precision = PRECISIONS[choose_precision(wanted_precision, device)]
@@ -249,16 +255,22 @@ def build_plan(
     if new_tokens:
         add_token_rows(meta.model, new_tokens, looks_up=meta.parts.looks_up)
     if config.adapter:
-        start, name = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
+        start = read_adapter(Path(config.adapter).expanduser())
+        name = hub.public_name(config.model_name)
         check_fits(start, meta.model, model_name=name, declared_base=config.base_name)
     if train_type.quantizer:
         check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
     adapter = None
     if train_type.adapter:
         adapter = peft_config(
-            meta.modules, meta.targets, meta.target_parameters, train_type.adapter, layers.lora,
-            base_model=config.base_name or hub.public_name(config.model_name), model_config=model_config,
-        )  # fmt: skip
+            meta.modules,
+            meta.targets,
+            meta.target_parameters,
+            train_type.adapter,
+            layers.lora,
+            base_model=config.base_name or hub.public_name(config.model_name),
+            model_config=model_config,
+        )
         if new_tokens:
             adapter.trainable_token_indices = {path: [*new_tokens.ids] for path in with_token_rows(meta.model)}
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
@@ -295,7 +307,8 @@ def take_formats(
     Raises:
         UserError: the format is unknown, or the train type trains other models.
     """
-    packed, kind = take_packed(model_config, config.model_name, folder), TRAIN_TYPES[config.train_type]
+    packed = take_packed(model_config, config.model_name, folder)
+    kind = TRAIN_TYPES[config.train_type]
     if packed is None or not packed.is_kept(kind.quantizer, config.quant_type):
         return None, packed
     if kind.quantizer != BITSANDBYTES or kind.trains_new_blocks:
@@ -310,7 +323,8 @@ def with_new_tokens(
     config: TrainConfig, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedTokenizerBase, NewTokens | None]:
     """The tokenizer with the tokens of --add_tokens or of --adapter, and these, which the configuration grows by."""
-    folder, tokens = Path(config.adapter or "").expanduser(), None
+    folder = Path(config.adapter or "").expanduser()
+    tokens = None
     if config.adapter and (ids := token_ids(folder, read_config(folder))):
         if (folder / "tokenizer_config.json").is_file():
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
@@ -381,11 +395,13 @@ def context_blocker(parts: ModelParts, documents: str | None) -> str | None:
     Args:
         documents: from `attention.choose`; only our own attention exchanges heads.
     """
-    if reason := packing_blocker(parts.model):
+    reason = packing_blocker(parts.model)
+    if reason:
         return reason
     if not can_share(documents):
         return f"its attention is computed by {documents or parts.model.config._attn_implementation}"
-    if rope := changing_rope(parts.model.config):
+    rope = changing_rope(parts.model.config)
+    if rope:
         return f"its rope type {rope[0]} depends on the length of whole rows"
     mixers = filter(has_convolution, (module for block in parts.blocks for module in block.modules()))
     stuck = {type(module).__name__ for module in mixers if not can_continue(module)}
@@ -400,9 +416,11 @@ def check_context(parts: ModelParts, documents: str | None, size: int) -> None:
     """
     if size == 1:
         return
-    if reason := context_blocker(parts, documents):
+    reason = context_blocker(parts, documents)
+    if reason:
         raise UserError(f"--context_parallel_size {size} cannot divide {type(parts.model).__name__}: {reason}.")
-    if size not in (possible := sizes_that_divide_heads(parts)):
+    possible = sizes_that_divide_heads(parts)
+    if size not in possible:
         raise UserError(
             f"--context_parallel_size {size}: this model's attention has {possible[-1]} heads, which so many ranks "
             f"cannot share equally. Possible: {', '.join(map(str, possible))}."

@@ -112,19 +112,24 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         _refuse_whole_logits(model)
     # Before the process group starts, so that no collective waits for the tokenizer.
     config, data = read_rows(config, model)
-    stop_text, tokenizer, prompt = "", model.tokenizer, data.provenance["prompt"]
+    stop_text = ""
+    tokenizer = model.tokenizer
+    prompt = data.provenance["prompt"]
     if data.prompts:
         check_answers(scorer.rewards, [row.for_rewards for row in data.prompts])
         with contextlib.closing(PromptFormat(tokenizer, prompt)) as prompt_format:
             stop_text = prompt_format.stop_text
-    if ends := data.ends(tokenizer, stop_text):
+    ends = data.ends(tokenizer, stop_text)
+    if ends:
         prompt["ends"] = ends
-        end, own = " or ".join(ends), tokenizer.eos_token
+        end = " or ".join(ends)
+        own = tokenizer.eos_token
         log.info("Answers end with %s, not with the tokenizer's %s: generation_config.json will name both.", end, own)
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
-    if lack := describe_lack(prompt, tokenizer):
+    lack = describe_lack(prompt, tokenizer)
+    if lack:
         log.warning("%s", lack)
     is_open = config.auto or config.context_parallel_size == "auto"
     chosen = choose_settings(config, model, data, store) if is_open else {}
@@ -139,7 +144,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     if data.prompts and not config.rollout_url:
         free = least_free(machine, "the memory for generation", store)
         card = gpu_of(torch.cuda.get_device_properties(ranks.device)) if ranks.device.type == "cuda" else None
-        longest, most_new = int(data.lengths.max()), config.max_completion_length
+        longest = int(data.lengths.max())
+        most_new = config.max_completion_length
         generation = plan_generation(placed, schedule.global_batch_size, longest, most_new, free, card)
     warmup_steps = num_warmup_steps(config, schedule)
     scoring = scorer, scored_by, stop_text
@@ -154,16 +160,23 @@ def teacher_config(config: TrainConfig) -> TrainConfig:
     """The options by which the teacher is loaded: as the student, without its adapter, and without an optimizer."""
     kinds = [name for name, kind in TRAIN_TYPES.items() if kind.adapter == "lora"]
     train_type = next(name for name in kinds if TRAIN_TYPES[name].quantizer == TRAIN_TYPES[config.train_type].quantizer)
-    plain = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
-    own = {"model_name": config.teacher, "adapter": config.teacher_adapter, "train_type": train_type, "lora_rank": 1}
-    own |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": ""}
-    kept = read_adapter(Path(config.teacher_adapter).expanduser()).options if config.teacher_adapter else {}
-    return dataclasses.replace(config, **{**plain, **own, **kept}, gradient_accumulation_steps=1)
+    options = {name: getattr(DEFAULTS, name) for name in names_marked(OF_ADAPTER)}
+    options |= {
+        "model_name": config.teacher,
+        "adapter": config.teacher_adapter,
+        "train_type": train_type,
+        "lora_rank": 1,
+    }
+    options |= {"objective": "sft", "teacher": None, "base_name": None, "recompute": "all", "optimizer": ""}
+    if config.teacher_adapter:
+        options |= read_adapter(Path(config.teacher_adapter).expanduser()).options
+    return dataclasses.replace(config, **options, gradient_accumulation_steps=1)
 
 
 def _refuse_whole_logits(plan: ModelPlan) -> None:
     """Raise UserError for a model of which no divergence can be computed in chunks."""
-    if reason := head_loss_blocker(plan.meta.model):
+    reason = head_loss_blocker(plan.meta.model)
+    if reason:
         raise UserError(f"Distillation compares distributions in chunks of tokens, but {reason}.")
 
 
@@ -188,7 +201,8 @@ def plan_teacher(
     """
     if data.have_images:
         raise UserError("--teacher: rows with images can be learned as they are alone, with --objective sft.")
-    own, store = teacher_config(config), dist.PrefixStore("teacher", store) if store else None
+    own = teacher_config(config)
+    store = dist.PrefixStore("teacher", store) if store else None
     log.info("%s", fit("Teacher: ", config.teacher or ""))
     folder = Path(config.teacher or "").expanduser()
     if not config.teacher_url and (kept := TeacherFolder.read(folder, "teacher")):
@@ -209,7 +223,8 @@ def plan_teacher(
         return None
     _refuse_whole_logits(plan)
     teacher = place(own, plan, longest, store)
-    count, size = int(data.train.num_targets.sum()), bytes_per_token(config.top_k)
+    count = int(data.train.num_targets.sum())
+    size = bytes_per_token(config.top_k)
     log.info("Teacher: %s learned tokens, %d bytes each (%s)", f"{count:,}", size, format_bytes(count * size))
     log_plan(config, *PlanReport(teacher, student.machine.gpu_memory and student.machine.gpu_memory[1]).lines())
     return teacher
@@ -218,7 +233,8 @@ def plan_teacher(
 def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunData]:
     """The options with the context_length that the rows decide, and the rows. Raises UserError as `prepare_data`."""
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
-    options, longest = data_options(config, model.folder, model.tokenizer), models.most_positions(model.config)
+    options = data_options(config, model.folder, model.tokenizer)
+    longest = models.most_positions(model.config)
     if not model.meta.parts.towers:
         options = dataclasses.replace(options, text=dataclasses.replace(options.text, image_processor=None))
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size, longest=longest)
@@ -229,12 +245,15 @@ def read_rows(config: TrainConfig, model: ModelPlan) -> tuple[TrainConfig, RunDa
 
 def warn_of_padded_rope(model: ModelPlan, data: RunData) -> None:
     """Say if values of padded rows depend on the longest of them."""
-    if (rope := changing_rope(model.config)) and data.context_length > rope[1]:
+    rope = changing_rope(model.config)
+    if rope and data.context_length > rope[1]:
         log.warning(
             "Rope type %s changes with the longest row of a padded batch once one has more than %d tokens. "
             "--batch_size 1 or --context_length %d avoids that.",
-            rope[0], rope[1], rope[1],
-        )  # fmt: skip
+            rope[0],
+            rope[1],
+            rope[1],
+        )
 
 
 def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> TrainConfig:
@@ -244,7 +263,8 @@ def with_kept_context(config: TrainConfig, ranks: Ranks, store: dist.Store | Non
     kept = json.dumps(_recorded_context(config) if ranks.is_rank_0 else None)
     if store is not None:
         kept = all_gather_via_store(kept, "the context_length of the run", ranks, store)[0]
-    if context_length := json.loads(kept):
+    context_length = json.loads(kept)
+    if context_length:
         log.info("Context: %s tokens, with which the run was started", f"{context_length:,}")
     return dataclasses.replace(config, context_length=context_length or "auto")
 
@@ -291,7 +311,9 @@ def pick_data(config: TrainConfig, image_processor: ImageProcessor | None = None
 
 def _log_plan(config: TrainConfig, plan: Plan) -> None:
     """Log rows, steps and memory."""
-    placed, data, machine = plan.placed, plan.data, plan.model.machine
+    placed = plan.placed
+    data = plan.data
+    machine = plan.model.machine
     log_plan(config, sample_line(data.train, int(data.train_rows[0]), plan.model.tokenizer))
     if data.have_images:
         log.info("Rows are padded, as with --batching padded: some have images.")
@@ -305,13 +327,15 @@ def _log_plan(config: TrainConfig, plan: Plan) -> None:
     log_plan(config, *report.lines(), placed.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
-    if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
+    num_nodes = machine.ranks.world_size // machine.ranks.local_world_size
+    if num_nodes > 1:
         log.info("%s", _describe_link(placed, num_nodes=num_nodes))
 
 
 def _describe_link(placed: PlacedModel, *, num_nodes: int) -> str:
     """One line: about how much each of several nodes sends to the others in a step."""
-    meta, (sharded_over, frees_blocks) = placed.model.meta, SHARDING_STRATEGIES[placed.placement.sharding_strategy]
+    meta = placed.model.meta
+    (sharded_over, frees_blocks) = SHARDING_STRATEGIES[placed.placement.sharding_strategy]
     sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
     size = format_bytes(2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes)
     line = f"Between {num_nodes} nodes: each sends about {size} per step, gradients of trainable weights"
@@ -340,7 +364,9 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
 
 
 _MOST_BARS = 40
-_FAR, _FAR_GIB = 0.05, 0.25  # of what is planned, and at least: what a small model reserves is mostly rounding
+# of what is planned, and at least: what a small model reserves is mostly rounding
+_FAR = 0.05
+_FAR_GIB = 0.25
 
 
 class Measured:
@@ -351,16 +377,22 @@ class Measured:
     """
 
     def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
-        self._config, self._plan, self._gpu, self._placed, self._has_warned = config, plan, gpu, plan.placed, False
+        self._config = config
+        self._plan = plan
+        self._gpu = gpu
+        self._placed = plan.placed
+        self._has_warned = False
         self._planned_speed = self._tokens = self._seconds = 0.0
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
-        placed, recomputing = self._placed, record.get("recompute", self._placed.memory.recomputing)
+        placed = self._placed
+        recomputing = record.get("recompute", self._placed.memory.recomputing)
         if recomputing != placed.memory.recomputing:
             step = dataclasses.replace(placed.step, recomputing=recomputing)
             memory = estimate_memory(placed.model.meta.parts, placed.blocks, step)
-            self._placed, self._planned_speed = dataclasses.replace(placed, memory=memory), 0.0
+            self._placed = dataclasses.replace(placed, memory=memory)
+            self._planned_speed = 0.0
         self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._placed, self._gpu)
         self._tokens += record["num_tokens"]
         self._seconds += record["step_seconds"]
@@ -372,11 +404,12 @@ class Measured:
             log.warning(
                 "The plan said %.1f GiB of GPU memory, and the fullest rank has reserved %.1f. Please report it with "
                 "the run's facts.json: the plan is to be within 5%%.",
-                planned["reserved"], measured["reserved"],
-            )  # fmt: skip
+                planned["reserved"],
+                measured["reserved"],
+            )
         facts = {"planned_gib": planned, "measured_gib": measured, "recompute": recomputing}
         speeds = {"planned_tokens_per_second": self._planned_speed, "tokens_per_second": self._tokens / self._seconds}
-        return {"measured": {**facts, **{name: round(speed, 1) for name, speed in speeds.items()}}}
+        return {"measured": (facts | {name: round(speed, 1) for name, speed in speeds.items()})}
 
 
 def planned_speed(config: TrainConfig, plan: Plan, placed: PlacedModel, gpu: Gpu) -> float:

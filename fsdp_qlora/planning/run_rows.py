@@ -39,7 +39,8 @@ class PlannedRows(NamedTuple):
 def allowed_rows(config: TrainConfig, data_size: int) -> PlannedRows:
     """As many and as long rows as the options allow."""
     longest = longest_allowed(config)
-    tokens, squares = sum(longest.of_documents), sum(length**2 for length in longest.of_documents)
+    tokens = sum(longest.of_documents)
+    squares = sum(length**2 for length in longest.of_documents)
     return PlannedRows(longest, MicroBatchSize(tokens, squares, data_size * tokens), _TOKENS)
 
 
@@ -64,7 +65,8 @@ def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_s
 
 def _of_answers(schedule: Schedule) -> Schedule:
     """The schedule of prompts, whose answers fill whole steps; an epoch leaves out what is left of the prompts."""
-    rows, group = schedule.global_batch_size, schedule.num_generations
+    rows = schedule.global_batch_size
+    group = schedule.num_generations
     prompts, rest = divmod(rows, group)
     if rest:
         divisors = ", ".join(str(divisor) for divisor in range(2, rows + 1) if rows % divisor == 0) or "more rows"
@@ -88,7 +90,9 @@ class RunRows:
     """
 
     def __init__(self, config: TrainConfig, data: RunData, schedule: Schedule, documents: str | None) -> None:
-        self.config, self.data, self.schedule = config, data, schedule
+        self.config = config
+        self.data = data
+        self.schedule = schedule
         self.lengths = np.minimum(data.lengths, schedule.context_length)
         self._shares_prompts = config.row_kind == PAIRS and can_share(documents)
 
@@ -119,7 +123,8 @@ class RunRows:
 
     def _lengths_of(self, micro_batch: np.ndarray) -> Lengths:
         """Tokens of a micro-batch as they are computed, padding included."""
-        rows, most = self.data.train, self.config.longest_row
+        rows = self.data.train
+        most = self.config.longest_row
         learned = rows.learned_documents(micro_batch)
         lengths = rows.document_offsets[learned + 1] - rows.document_offsets[learned] + self.data.completion_length
         tokens = np.minimum(lengths, most).tolist()
@@ -172,13 +177,16 @@ def plan_generation(
             answer's at most. free: bytes of the GPU that has least; without it they get what a step needs. Weights stay
             gathered if they fit beside as many as a step has room for. gpu: for the time.
     """
-    model, memory, layout = placed.model, placed.memory, placed.layout
+    model = placed.model
+    memory = placed.memory
+    layout = placed.layout
     room = sum(memory.phases[memory.peak].values()) + memory.overhead
     room = room if model.machine.device.type == "cuda" else max(room, _LEAST_ON_CPU)
     itemsize = model.precision.compute_dtype.itemsize
     answer_bytes = _bytes_of_answer(model.meta.model.config, longest, most_new, itemsize)
     per_rank = -(-num_answers // model.machine.world_size)
-    at_a_time, gathered = min(per_rank, max(1, room // answer_bytes)), 0
+    at_a_time = min(per_rank, max(1, room // answer_bytes))
+    gathered = 0
     if layout.num_shards > 1 and layout.frees_blocks and not placed.placement.offload.blocks:
         kinds = model.meta.parts.kinds(model.meta.parts.blocks)
         gathered = sum(count.total for count in count_bytes(kinds, 1).values())
@@ -199,8 +207,10 @@ def _bytes_of_answer(config: PretrainedConfig, tokens: int, most_new: int, items
 
     The stand-in for CUDA reserves 59 to 96% of it for 8 to 128 answers of an 8B with 12 blocks.
     """
-    shapes, prompt = block_shapes(config), tokens - most_new
-    hidden, inner = shapes[0].hidden, max(shape.inner for shape in shapes)
+    shapes = block_shapes(config)
+    prompt = tokens - most_new
+    hidden = shapes[0].hidden
+    inner = max(shape.inner for shape in shapes)
 
     def caches(tokens: int) -> list[int]:
         seen = [min(shape.window or tokens, tokens) * shape.has_keys for shape in shapes]

@@ -60,8 +60,10 @@ class PlanReport:
 
     def lines(self) -> Iterator[str]:
         """For the log: bytes per rank on the GPU and the host, then by what they are."""
-        memory, machine = self.placed.memory, self.placed.model.machine
-        on_gpu, host = machine.device.type == "cuda", sum(memory.host.values())
+        memory = self.placed.memory
+        machine = self.placed.model.machine
+        on_gpu = machine.device.type == "cuda"
+        host = sum(memory.host.values())
         needs = f"about {format_bytes(self.needed if on_gpu else memory.allocated)}"
         if on_gpu and self.gpu_bytes:
             needs = f"{self.needed / GIB:.1f} of {self.gpu_bytes / GIB:.0f} GiB"
@@ -77,13 +79,16 @@ class PlanReport:
 
     def details(self) -> Iterator[str]:
         """Lines about how long rows are computed, where they are divided."""
-        parts, memory, num_tokens = self.placed.model.meta.parts, self.placed.memory, self.placed.step.num_tokens
+        parts = self.placed.model.meta.parts
+        memory = self.placed.memory
+        num_tokens = self.placed.step.num_tokens
         hidden = block_shapes(parts.model.config)[0].hidden
         mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
         pieces = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
         if memory.recomputing and pieces > 1:
             yield f"long rows: MLPs in {pieces} pieces of tokens"
-        if (ranks := self.placed.layout.context_size) > 1:
+        ranks = self.placed.layout.context_size
+        if ranks > 1:
             sent = format_bytes(int(exchanged_bytes(size_of(parts), num_tokens, ranks) / len(parts.blocks)))
             yield f"{ranks} ranks share rows: {num_tokens:,} tokens each, {sent} sent per block and pass"
 
@@ -99,14 +104,14 @@ class PlanReport:
 
     def largest(self) -> Iterator[str]:
         """The largest items at the peak."""
-        items = {**self._resident(), **self.placed.memory.phases[self.placed.memory.peak]}
+        items = self._resident() | self.placed.memory.phases[self.placed.memory.peak]
         for name, count in sorted(items.items(), key=lambda item: -item[1])[:_LARGEST]:
             yield f"  {count / GIB:6.2f} GiB  {name}"
 
     def _resident(self) -> dict[str, int]:
         """Bytes of a GPU that are in use in each phase."""
         memory = self.placed.memory
-        return {**memory.resident, "torch's allocator": memory.overhead, **self.beside_torch}
+        return memory.resident | {"torch's allocator": memory.overhead} | dict(self.beside_torch)
 
 
 def _named(sizes: Mapping[str, int]) -> str:
@@ -115,9 +120,11 @@ def _named(sizes: Mapping[str, int]) -> str:
 
 def _describe_device(machine: Machine) -> str:
     """The number of ranks and their device."""
-    device, name = machine.device, "the CPU"
+    device = machine.device
+    name = "the CPU"
     if device.type == "cuda":
-        is_here, elsewhere = torch.cuda.is_available(), "GPUs that are not here (--device cpu plans for the CPU)"
+        is_here = torch.cuda.is_available()
+        elsewhere = "GPUs that are not here (--device cpu plans for the CPU)"
         name = torch.cuda.get_device_name(device) if is_here else elsewhere
     return f"{machine.world_size} rank{'s' * (machine.world_size > 1)} on {name}"
 
@@ -129,7 +136,8 @@ log = logging.getLogger("fsdp_qlora")
 
 # The most rows and tokens of a micro-batch that are tried. Weights are gathered once per micro-batch: a 70B over the
 # slowest link of gpus.yaml in 13 s (36 GB, 2.8 GB/s). 2^15 tokens take that GPU 220 s, so twice as many save 3%.
-_FEW_ROWS, _FEW_TOKENS = 16, 2**15
+_FEW_ROWS = 16
+_FEW_TOKENS = 2**15
 _WORTH = 1.05  # times as fast: what twice the rows per step must be to be proposed
 # Options that --auto chooses: always, with the rows per step as they are; and where it is auto.
 _ALWAYS = ("batch_size", "gradient_accumulation_steps")
@@ -242,7 +250,11 @@ class Planner:
         data: RunData | None = None,
         tokens: float | None = None,
     ) -> None:
-        self.config, self.request, self.model, self.data, self._tokens = config, request, model, data, tokens
+        self.config = config
+        self.request = request
+        self.model = model
+        self.data = data
+        self._tokens = tokens
         self.on_operator: Callable[[], object] = lambda: None
         self._size = size_of(model.meta.parts)._replace(trains=bool(config.optimizer))
         self._rows: dict[tuple[int, ...], PlannedRows] = {}
@@ -266,7 +278,8 @@ class Planner:
 
     def rows(self, config: TrainConfig) -> PlannedRows:
         """The rows of the run with other options."""
-        data, data_size = self.data, self.model.machine.data_size(config.context_size)
+        data = self.data
+        data_size = self.model.machine.data_size(config.context_size)
         key = (config.batch_size, config.gradient_accumulation_steps, config.longest_row, data_size)
         if key not in self._rows:
             self._rows[key] = (
@@ -281,7 +294,8 @@ class Planner:
 
     def _measure(self, lengths: Lengths, shares: int) -> list[BlockBytes]:
         """Bytes that each block keeps and needs for a micro-batch that so many ranks share."""
-        key, model = (shares, *lengths.of_documents, *(lengths.shared or ())), self.model
+        key = (shares, *lengths.of_documents, *(lengths.shared or ()))
+        model = self.model
         if key not in self._blocks:
             measured = measure_blocks(
                 model.meta.parts,
@@ -331,13 +345,15 @@ class Planner:
         if not any(run.fits_with_margin for run in runs) and self.config.recompute in ("auto", "all"):
             inputs = {"recompute": "offload"}
             runs += [run for changes in self._micro_batches() for run in self._places(changes | inputs)]
-        runs, rows = _by_speed(runs), 2 * self.config.batch_size * self.config.gradient_accumulation_steps
+        runs = _by_speed(runs)
+        rows = 2 * self.config.batch_size * self.config.gradient_accumulation_steps
         while rows <= self._most_rows and not keeps_rows:
             more = _by_speed(self._places({"batch_size": rows, "gradient_accumulation_steps": 1}))
             is_worth_it = more[0].tokens_per_second > _WORTH * runs[0].tokens_per_second
             if not (more[0].fits_with_margin and is_worth_it):
                 break
-            runs, rows = _by_speed(more + runs), 2 * rows
+            runs = _by_speed(more + runs)
+            rows = 2 * rows
         return runs
 
     @property
@@ -361,12 +377,13 @@ class Planner:
 
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
-        config, blocks = self.config, self._size.blocks
+        config = self.config
+        blocks = self._size.blocks
         recompute_option = changes.get("recompute", config.recompute)
         recompute = ["none", *range(1, blocks), "all"] if recompute_option == "auto" else [recompute_option]
         places = {(place.sharding_strategy, place.offload): place for place in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():
-            placed = {**changes, **chosen.options}
+            placed = changes | chosen.options
             yield self._first_that_fits("recompute", recompute, placed)
             if offload.embeddings and (strategy, Offload()) in places:
                 for blocks_recomputed in dict.fromkeys([recompute[0], recompute[-1]]):
@@ -411,7 +428,9 @@ def choose_settings(
     Raises:
         UserError: --auto is given and there is no GPU.
     """
-    machine, ranks, names = model.machine, model.machine.ranks, _CHOSEN if config.auto else ()
+    machine = model.machine
+    ranks = model.machine.ranks
+    names = _CHOSEN if config.auto else ()
     if config.context_parallel_size == "auto":
         names = (*dict.fromkeys((*names, *_OF_CONTEXT)),)
     free = least_free(machine, "the memory for --auto", store)

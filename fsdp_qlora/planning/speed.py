@@ -121,9 +121,11 @@ def count_work(
         recomputed_share: of the blocks. host_share: of the base, that comes from the host.
         references: forward passes without adapters.
     """
-    again, trains = recomputed_share + references, size.trains
+    again = recomputed_share + references
+    trains = size.trains
     passes = 1 + again + trains * (1 + size.trains_all)  # forward, again, gradients of inputs, and of weights
-    of_adapter, of_head = 1 + 2 * trains + recomputed_share, 1 + trains + references
+    of_adapter = 1 + 2 * trains + recomputed_share
+    of_head = 1 + trains + references
     per_token = 2 * (passes * size.linear + of_adapter * size.adapter + of_head * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
     pairs = 2 * sum(shape.attended * micro_batch.seen(shape.window) for shape in size.shapes)
@@ -134,7 +136,8 @@ def count_work(
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = (1 + trains) * host_share * size.stored / num_shards
     products = passes * size.products(micro_batch.tokens)
-    operations, memory = micro_batch.tokens * per_token + attention, decoding + elementwise
+    operations = micro_batch.tokens * per_token + attention
+    memory = decoding + elementwise
     return Work(operations, memory, gathered, from_host, products, (1 + trains + again) * size.blocks)
 
 
@@ -158,7 +161,8 @@ def seconds(work: Work, gpu: Gpu, block_seconds: float = BLOCK_SECONDS) -> float
 
 def tokens_per_second(plan: PlacedModel, size: Size, micro_batch: MicroBatchSize, gpu: Gpu) -> float:
     """Tokens per second of all ranks together. size: of the model's parts."""
-    ranks, references = plan.layout.context_size, plan.step.passes - 1
+    ranks = plan.layout.context_size
+    references = plan.step.passes - 1
     again = plan.memory.recomputing / size.blocks * size.trains
     share = micro_batch._replace(tokens=micro_batch.tokens / ranks, squares=micro_batch.squares / ranks)
     work = count_work(
@@ -180,7 +184,8 @@ def seconds_per_pass(plan: PlacedModel, gpu: Gpu, tokens: int, *, gathered: bool
 
     gathered: whether weights stay gathered from pass to pass.
     """
-    size, num_shards = size_of(plan.model.meta.parts), plan.layout.num_shards
+    size = size_of(plan.model.meta.parts)
+    num_shards = plan.layout.num_shards
     memory = size.decoded(tokens) * (size.decoding or 2) / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
     host = size.blocks * _TOKEN_SECONDS + size.products(tokens) * _PRODUCT_SECONDS
     moved = 0 if gathered or not plan.layout.frees_blocks else size.stored * (num_shards - 1) / num_shards

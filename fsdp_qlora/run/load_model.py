@@ -74,7 +74,8 @@ def fetch_weights(config: TrainConfig, plan: ModelPlan, ranks: Ranks, store: dis
 def warn_left_out(config: TrainConfig, plan: ModelPlan, weights: Weights) -> None:
     """Say which tensors of the model's files are not used, and that a result of all weights will lack them."""
     in_result = "The result will lack them." if config.kind.trains == "all" else ""
-    if line := describe_left_out(weights, plan.meta.model, in_result=in_result):
+    line = describe_left_out(weights, plan.meta.model, in_result=in_result)
+    if line:
         log.warning("%s", line)
 
 
@@ -96,7 +97,8 @@ def load_model(config: TrainConfig, placed: PlacedModel, weights: Weights, ranks
     plan = placed.model
     model = plan.meta.model  # on the meta device, already quantized and adapted: model/build_model.py
     wrap_blocks(model, num_blocks=placed.step.recomputing, offload=config.recompute == "offload")
-    parts, strategy = plan.meta.parts, placed.placement.sharding_strategy
+    parts = plan.meta.parts
+    strategy = placed.placement.sharding_strategy
     on_host = parts.on_host(placed.placement.offload)
     mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
@@ -217,7 +219,7 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     names = sorted({"train_type", "quant_type", *quantizer_options(config, config.kind.quantizer)})
     if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
         names += ["seed", *names_marked(OF_ADAPTER)]
-    of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
+    of_model = dict(facts) | {"rows": None, "options": {name: getattr(config, name) for name in names}}
     [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
     tables = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
     compute = partial(log_probabilities, trainer.forward)
@@ -227,7 +229,8 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
 
 def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
-    reason, apart = probe_packing(probed), ", ".join(layers_apart(probed.model))
+    reason = probe_packing(probed)
+    apart = ", ".join(layers_apart(probed.model))
     if config.teaches_itself and (reason or apart):
         raise UserError(
             f"--objective {config.objective}: in this model a teacher's tokens cannot follow the student's: "
@@ -249,7 +252,8 @@ def padded_if_needed(config: TrainConfig, plan: Plan, probed: Probed) -> Schedul
 
 def shares_prompts(plan: Plan, probed: Probed) -> bool:
     """Whether the shared prompt of a pair can be computed once; log the answer. Called on every rank."""
-    data, reason = plan.data.train, probe_packing(probed._replace(is_exact=False), num_shared=3)
+    data = plan.data.train
+    reason = probe_packing(probed._replace(is_exact=False), num_shared=3)
     if plan.placed.layout.context_size > 1 and any(map(has_convolution, probed.model.modules())):
         reason = "ranks that share a row have one state for a document"
     if reason:
@@ -266,7 +270,8 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
         return RowsInMemory(plan.data.train, plan.data.train_rows)
     assert plan.scorer is not None
     stops = Stops(plan.model.tokenizer, trainer.model, plan.stop_text)
-    looks_back, told = config.num_iterations > 1 or config.rollout_url, trainer.collator.of_targets
+    looks_back = config.num_iterations > 1 or config.rollout_url
+    told = trainer.collator.of_targets
     return Rollouts(
         data=plan.data,
         engine=open_engine(config, plan, trainer, stops, folder / ADAPTERS / run_id),
@@ -285,7 +290,9 @@ def open_source(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path,
 def open_engine(config: TrainConfig, plan: Plan, trainer: Trainer, stops: Stops, adapters: Path) -> Engine:
     """The engine that answers prompts. adapters: where those for a server go, with the beginning of their names."""
     options = SamplingOptions(config.max_completion_length, config.temperature, seed=config.seed)
-    model, generation, adapter = trainer.model, plan.generation, plan.model.adapter
+    model = trainer.model
+    generation = plan.generation
+    adapter = plan.model.adapter
     if config.rollout_url:
         assert adapter is not None
         values = LiveValues(keeps=trainer.ranks.is_rank_0)

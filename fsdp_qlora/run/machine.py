@@ -38,7 +38,8 @@ def _gpus() -> str:
     from fsdp_qlora.distributed.device import gpu_problem
     from fsdp_qlora.model.architecture.precision import choose_precision
 
-    if problem := gpu_problem():
+    problem = gpu_problem()
+    if problem:
         raise UserError(problem)
     if not torch.cuda.is_available():
         return "none is visible: training runs on the CPU"
@@ -63,7 +64,8 @@ def _bitsandbytes() -> str:
 def _kernels_of_hybrids() -> str:
     from fsdp_qlora.model.architecture.token_mixers import KERNELS
 
-    if missing := " ".join(package for name, package in KERNELS.items() if find_spec(name) is None):
+    missing = " ".join(package for name, package in KERNELS.items() if find_spec(name) is None)
+    if missing:
         return f"linear attention, Mamba and short convolutions are much slower without: pip install {missing}"
     return "kernels for linear attention, Mamba and short convolutions are installed"
 
@@ -75,7 +77,8 @@ def _two_ranks() -> str:
 
     on_gpu = torch.cuda.device_count() > 1
     device, how = ("cuda", "NCCL on 2 GPUs") if on_gpu else ("cpu", "gloo on the CPU")
-    if problem := problem_of_two_ranks(device):
+    problem = problem_of_two_ranks(device)
+    if problem:
         helps = on_gpu and not problem_of_two_ranks(device, NCCL_P2P_DISABLE="1")
         cure = "export NCCL_P2P_DISABLE=1, with which it works" if helps else "NCCL_DEBUG=INFO shows what NCCL does"
         raise UserError(f"{how}: {problem}. {cure}.")

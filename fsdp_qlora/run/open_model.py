@@ -83,10 +83,13 @@ class LoadedModel:
 
     def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
         plan = load_trained(config, ranks, folder).model
-        self.ranks, self.sampling, noted = ranks, sampling, None
+        self.ranks = ranks
+        self.sampling = sampling
+        noted = None
         if folder is not None and config.prompt_template is None:
             noted = read_json(folder / "training.json").get("prompt")
-        tokenizer, model = plan.tokenizer, plan.meta.model
+        tokenizer = plan.tokenizer
+        model = plan.meta.model
         record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
         self.format = PromptFormat(tokenizer, record)
         self.stops = Stops(tokenizer, model, self.format.stop_text)
@@ -139,7 +142,8 @@ def chat(model: LoadedModel, system: str) -> None:
     # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
     waiting = dist.new_group(timeout=_IDLE, backend="gloo")
     first = [{"role": "system", "content": system}] if system else []
-    messages, turn = first, 0
+    messages = first
+    turn = 0
     if model.ranks.is_rank_0 and is_terminal:
         print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
     while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:

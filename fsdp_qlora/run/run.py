@@ -136,7 +136,9 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
 
 def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -> None:
     """Meet the other ranks, plan, load and train. Nothing of the model is left when it returns."""
-    started, ranks = clock.elapsed(), folder.ranks  # what comes before the first step counts for the budget too
+    # what comes before the first step counts for the budget too
+    started = clock.elapsed()
+    ranks = folder.ranks
     timeout_minutes = max(30, 2 * config.hang_minutes)
     store = connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
     presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
@@ -172,7 +174,8 @@ def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
     folder, model_config, tokenizer = read_model(config)
     tokenizer, _ = with_new_tokens(config, model_config, tokenizer)
-    options, longest = data_options(config, folder, tokenizer), models.most_positions(model_config)
+    options = data_options(config, folder, tokenizer)
+    longest = models.most_positions(model_config)
     data = prepare_data(tokenizer, options, vocab_size=len(tokenizer), longest=longest)
     sides = ("student", "teacher") if config.objective == "distill" else ()
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -184,7 +187,10 @@ def show_samples(config: TrainConfig) -> str:
 
 def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:
     """Load the model, run the remaining steps, and save the result."""
-    ranks, start, folder, heartbeat = guard.ranks, guard.start, guard.folder.path, guard.control.heartbeat
+    ranks = guard.ranks
+    start = guard.start
+    folder = guard.folder.path
+    heartbeat = guard.control.heartbeat
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
@@ -204,7 +210,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     )
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)
-    files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
+    files = {"config.yaml": resolved_yaml(config)} | plan.data.files()
     all_write = plan.model.trains_whole_modules or OPTIMIZERS[config.optimizer].is_local
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
@@ -298,7 +304,10 @@ def restore(state: TrainState, guard: Guard) -> Progress:
 
 def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Extras:
     """Collect what the options and the device let a run measure beside its losses."""
-    model, ranks, tokenizer, precision = trainer.model, trainer.ranks, plan.model.tokenizer, plan.model.precision
+    model = trainer.model
+    ranks = trainer.ranks
+    tokenizer = plan.model.tokenizer
+    precision = plan.model.precision
     samples = measure_tasks = measured = None
     if config.sample_prompts:
         prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
@@ -319,7 +328,7 @@ def open_extras(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path)
 
 def known_facts(plan: Plan) -> dict[str, Any]:
     """Hash what is compared by content and known without the weights: see FACTS of run_folder."""
-    model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
+    model_config = plan.model.config.to_dict() | {"_name_or_path": None}
     return {
         "model": f"{derive_seed(model_config):x}",
         "rows": plan.data.identity,
@@ -333,7 +342,9 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
     Raises:
         UserError: they differ; the same on every rank.
     """
-    options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
+    options = resolved_options(config)
+    per_node = names_marked(PER_NODE)
+    facts = known_facts(plan)
     base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
     parent, digest = agree_on_parent(config, ranks, base)
     check_agreement(
@@ -345,17 +356,21 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         },
         ranks.device,
     )
-    return {
-        "options": options,
-        "facts": {"base": base, **facts, "adapter": digest},
-        **({"parent": parent} if parent else {}),
-        **({"base_format": plan.model.packed.name} if plan.model.packed else {}),
-        "world_size": ranks.world_size,
-        "global_batch_size": plan.schedule.global_batch_size,
-        "versions": versions(),
-        "rewards": plan.scored_by,
-        **plan.data.provenance,
-    }
+    return (
+        {
+            "options": options,
+            "facts": ({"base": base} | facts | {"adapter": digest}),
+        }
+        | ({"parent": parent} if parent else {})
+        | ({"base_format": plan.model.packed.name} if plan.model.packed else {})
+        | {
+            "world_size": ranks.world_size,
+            "global_batch_size": plan.schedule.global_batch_size,
+            "versions": versions(),
+            "rewards": plan.scored_by,
+        }
+        | plan.data.provenance
+    )
 
 
 def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:

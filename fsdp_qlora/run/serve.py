@@ -117,7 +117,9 @@ def serve(config: TrainConfig, address: Address) -> None:
     if config.dry_run:
         _plan(config, ranks, None, address)
         return
-    signals, minutes, desk = Signals(), max(30, 2 * config.hang_minutes), None
+    signals = Signals()
+    minutes = max(30, 2 * config.hang_minutes)
+    desk = None
     store = connect(ranks, timeout_minutes=minutes, wait_minutes=config.hang_minutes)
     presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
     with exits.aborting_others(presence), signals.handled():
@@ -206,7 +208,7 @@ def _check_identity(records: Records, folder: Path, base: PlannedBase, weights: 
             f"--folder {folder} has adapters that were made in another way: {'; '.join(changes)}. Give the same "
             "options and base, or another folder."
         )
-    records.put("service", "base", {**named, "identity": identity})
+    records.put("service", "base", named | {"identity": identity})
     _note_options(base.config, folder)
 
 
@@ -257,7 +259,9 @@ def _planned(config: TrainConfig, machine: Machine, store: dist.Store | None) ->
 def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
     """Load a base; on a GPU its longest rows are tried."""
     config, placed, _ = base
-    plan, ranks, size = placed.model, placed.model.machine.ranks, config.batch_size
+    plan = placed.model
+    ranks = placed.model.machine.ranks
+    size = config.batch_size
     mesh = load_model(config, placed, weights, ranks)
     release_cached_memory(ranks.device)
     schedule = Schedule(
@@ -271,7 +275,8 @@ def _loaded(base: PlannedBase, weights: Weights, control: Control) -> Worker:
         batching=config.batching,
         context_length=config.longest_row,
     )
-    no_data, targets = RunData(NO_ROWS, np.arange(0), NO_ROWS), RequestTargets()
+    no_data = RunData(NO_ROWS, np.arange(0), NO_ROWS)
+    targets = RequestTargets()
     trainer = build_trainer(config, Plan(placed, no_data, schedule, warmup_steps=0), ranks, control, targets)
     if ranks.device.type == "cuda":
         row = np.zeros(config.longest_row, np.int32)
@@ -302,7 +307,8 @@ def _limits(config: TrainConfig, placed: PlacedModel) -> Limits:
 
 def _described(base: PlannedBase, worker: Worker) -> Base:
     """A loaded base as clients are told of it."""
-    config, here = base.config, Path(base.config.model_name).expanduser()
+    config = base.config
+    here = Path(base.config.model_name).expanduser()
     names = [*dict.fromkeys(filter(None, (config.base_name, config.model_name, here.name)))]
     return Base(names, str(here.resolve()) if here.is_dir() else config.model_name, worker.limits)
 

@@ -69,8 +69,13 @@ class Guard:
         Raises:
             RunStopped: earlier starts of this run have used up its budget.
         """
-        self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
-        self.started, self.presence, self.memory_settings = started, presence, memory_settings
+        self.config = config
+        self.folder = folder
+        self.start = start
+        self.ranks = folder.ranks
+        self.started = started
+        self.presence = presence
+        self.memory_settings = memory_settings
         is_rank_0 = self.ranks.is_rank_0
         self.save_steps, self.save_minutes = save_times(config.save_every)
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
@@ -116,7 +121,9 @@ class Guard:
         self, state: TrainState, identity: Mapping[str, Any], extras: Extras, *, total_steps: int
     ) -> Iterator["Recorder"]:
         """Guard the block, in which the run trains and saves its result. identity: stored in its checkpoints."""
-        config, path, is_rank_0 = self.config, self.folder.path, self.ranks.is_rank_0
+        config = self.config
+        path = self.folder.path
+        is_rank_0 = self.ranks.is_rank_0
         self.status.update(total_steps=total_steps)
         self.presence.on_end = self.status.end
         sinks = SinkOptions(path, total_steps, resolved_options(config), self.start.run_id)
@@ -158,8 +165,14 @@ class Recorder:
     """Keeps metrics, samples, checkpoints and their mirror. Implements training.loop.Observer."""
 
     def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, extras: Extras) -> None:
-        self.guard, self.saver, self.metrics, self.mirror, self.extras = guard, saver, metrics, mirror, extras
-        self.config, self.control, self.facts = guard.config, guard.control, guard.facts
+        self.guard = guard
+        self.saver = saver
+        self.metrics = metrics
+        self.mirror = mirror
+        self.extras = extras
+        self.config = guard.config
+        self.control = guard.control
+        self.facts = guard.facts
         self.control.is_writing = lambda: saver.is_writing
 
     @contextlib.contextmanager
@@ -219,7 +232,8 @@ class Recorder:
     def describe_saved(self) -> str:
         if not self.config.save_model or self.saver.saved_step < 0:
             return "no checkpoint was saved"
-        saved, root = self.saver.saved_step, self.saver.root
+        saved = self.saver.saved_step
+        root = self.saver.root
         return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
 
     def _keep_status(self, progress: Progress) -> None:

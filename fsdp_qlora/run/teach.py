@@ -53,7 +53,8 @@ File = tuple[TaughtRows, int]
 def teach(config: TrainConfig) -> None:
     """Leave what the teacher says of the rows in output_dir. Called on every rank."""
     configure_kernels()
-    ranks, output = read_ranks(config.device), Path(config.output_dir).expanduser()
+    ranks = read_ranks(config.device)
+    output = Path(config.output_dir).expanduser()
     set_up_logging(ranks, verbose=config.verbose)
     with process_group_closed():
         store = connect(ranks)
@@ -79,15 +80,18 @@ def taught_by_teacher(
     Raises:
         UserError: --teacher is such a folder, and lacks files of these rows or is of other options.
     """
-    own, vocabulary = teacher_config(config), plan.model.meta.model.get_input_embeddings().num_embeddings
+    own = teacher_config(config)
+    vocabulary = plan.model.meta.model.get_input_embeddings().num_embeddings
     wanted = Likeliest(min(config.top_k, vocabulary), vocabulary)
     if config.teacher_url:
         server = Server(config.teacher_url, [config.teacher], config.hang_seconds)
         return ServerTeacher(server, *wanted, ranks, control)
     given = Path(config.teacher or "").expanduser()
-    kept, root = TeacherFolder.read(given, "teacher") if config.teacher else None, output or cache_folder() / "taught"
+    kept = TeacherFolder.read(given, "teacher") if config.teacher else None
+    root = output or cache_folder() / "taught"
     if kept:
-        made, root = kept, given
+        made = kept
+        root = given
     elif plan.teacher:
         of_teacher = plan.teacher.model.meta.model.get_input_embeddings().num_embeddings
         wanted = wanted._replace(k=min(wanted.k, of_teacher))
@@ -127,7 +131,7 @@ def _key(own: TrainConfig, plan: Plan, vocabulary: int) -> str:
         {
             "weights": fingerprint_files(open_weights(plan.teacher.model).files.files.values()),
             "adapter": record_of(adapter).sha256 if adapter else None,
-            "quantization": {"quantizer": own.kind.quantizer, **quantizer_options(own, own.kind.quantizer)},
+            "quantization": ({"quantizer": own.kind.quantizer} | quantizer_options(own, own.kind.quantizer)),
             "precision": plan.teacher.model.precision.name,
             "temperature": own.temperature,
             "vocabulary": vocabulary,
@@ -185,7 +189,8 @@ def _read(taught: TaughtRows, number: int, given: str | None) -> bool:
 def _check_room(root: Path, missing: Sequence[File]) -> None:
     """Raise UserError if files do not fit on the disk."""
     needed = sum(taught.num_targets(number) * bytes_per_token(taught.k) for taught, number in missing)
-    if needed > (free := free_disk(root)):
+    free = free_disk(root)
+    if needed > free:
         raise UserError(_no_room(root, f"it has {format_bytes(free)} free, and {format_bytes(needed)} are needed"))
 
 

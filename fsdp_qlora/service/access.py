@@ -26,7 +26,8 @@ _MOST_OF = {"forward_backward": MOST_BYTES, "asample": 2**24}  # a prompt of a m
 _MOST_OF_OTHERS = 2**20
 _MOST_AT_ONCE = 2**29  # of all requests that are being read
 BODY_SECONDS = 120.0  # for the body of a request to come
-JSON, PROTOBUF = "application/json", "application/x-protobuf"
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
 KEY_FILE = "api_key"
 NO_KEY = "none"
 

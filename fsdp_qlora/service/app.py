@@ -45,7 +45,9 @@ class App:
     """The endpoints. They run in one thread; `wake` may be called in any."""
 
     def __init__(self, desk: Desk) -> None:
-        self.desk, self.records, self.bases = desk, desk.records, desk.orders.bases
+        self.desk = desk
+        self.records = desk.records
+        self.bases = desk.orders.bases
         self.trained = self.bases[0].names[0]
         self.api = FastAPI(
             title="fsdp_qlora", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJSON
@@ -57,16 +59,25 @@ class App:
         self.api.exception_handler(sqlite3.Error)(_not_recorded)
         self.api.exception_handler(Busy)(_busy)
         self.api.exception_handler(404)(_not_served)
-        post, get, prefix = self.api.post, self.api.get, "/api/v1"
+        post = self.api.post
+        get = self.api.get
+        prefix = "/api/v1"
         get(f"{prefix}/healthz")(lambda: {"status": "ok"})
         get(f"{prefix}/get_server_capabilities")(self.capabilities)
         for path in ("client/config", "telemetry"):
             post(f"{prefix}/{path}")(lambda: {"status": "accepted"})
         post(f"{prefix}/client/dynamic_config")(lambda: {"sample_cancel_enabled": True})
         for endpoint in (
-            self.create_session, self.session_heartbeat, self.create_sampling_session, self.get_info, self.weights_info,
-            self.retrieve_future, self.cancel_future, self.forward_backward, self.asample,
-        ):  # fmt: skip
+            self.create_session,
+            self.session_heartbeat,
+            self.create_sampling_session,
+            self.get_info,
+            self.weights_info,
+            self.retrieve_future,
+            self.cancel_future,
+            self.forward_backward,
+            self.asample,
+        ):
             post(f"{prefix}/{endpoint.__name__}")(endpoint)
         for kind in REQUESTS.keys() - {"asample"}:
             post(f"{prefix}/{kind}")(self._model_piece(kind))
@@ -85,7 +96,8 @@ class App:
             self._loop.call_soon_threadsafe(self._set, name)
 
     def _set(self, name: str) -> None:
-        if event := self._waiting.get(name):
+        event = self._waiting.get(name)
+        if event:
             event.set()
 
     # --- sessions and models ---
@@ -93,7 +105,7 @@ class App:
     def capabilities(self) -> dict[str, Any]:
         named = [(base.names[0], base.limits.context_length) for base in self.bases]
         about = [{"model_name": name, "max_context_length": length, "sampleable": True} for name, length in named]
-        return {"supported_models": [{**each, "trainable": not number} for number, each in enumerate(about)]}
+        return {"supported_models": [each | {"trainable": not number} for number, each in enumerate(about)]}
 
     async def create_session(self, request: Request) -> dict[str, Any]:
         asked = await _read(request, types.CreateSessionRequest)
@@ -141,7 +153,7 @@ class App:
         model, _, _ = parts_of(path)
         about = self._known("model", model)["about"]
         adapter = {"lora_rank": about["rank"], "train_attn": about["train_attn"], "train_mlp": about["train_mlp"]}
-        return {"base_model": self.trained, "is_lora": True, "train_unembed": False, **adapter}
+        return {"base_model": self.trained, "is_lora": True, "train_unembed": False} | adapter
 
     def _known(self, kind: str, name: object) -> dict[str, Any]:
         """The entry of that name. Each name of a request comes through here, or is made of one that has."""
@@ -194,17 +206,20 @@ class App:
         return self.records.get("model", model) is not None or self.desk.result(f"{model}:0") is not None
 
     async def asample(self, request: Request) -> dict[str, Any]:
-        content, body = await _read_json(request), await request.body()
-        sampler, seq = content.get("sampling_session_id"), content.get("seq_id")
+        content = await _read_json(request)
+        body = await request.body()
+        sampler = content.get("sampling_session_id")
+        seq = content.get("seq_id")
         if sampler is None:
-            sampler, seq = f"direct:{secrets.token_hex(16)}", 0
+            sampler = f"direct:{secrets.token_hex(16)}"
+            seq = 0
             weights = self._sampled(content.get("model_path"), content.get("base_model"))
             self.records.put("sampler", sampler, weights)
         self._known("sampler", sampler)
         number = content.get("num_samples", 1)
         answer = self._submit("asample", sampler, seq, body)
         count = number if isinstance(number, int) and 0 < number < 2**12 else 1
-        return {**answer, "sample_sequence_ids": [f"{answer['request_id']}:{sample}" for sample in range(count)]}
+        return answer | {"sample_sequence_ids": [f"{answer['request_id']}:{sample}" for sample in range(count)]}
 
     def _submit(self, kind: str, target: str, seq: Any, body: bytes) -> dict[str, Any]:
         if not _is_number(seq) or not has_form("request", f"{target}:{seq}"):
@@ -256,7 +271,8 @@ class App:
         return {"training_runs": [self.training_run(name) for name in names[offset : offset + limit]], "cursor": cursor}
 
     def training_run(self, model: str) -> dict[str, Any]:
-        about, saved = self._known("model", model), self._checkpoints(model)
+        about = self._known("model", model)
+        saved = self._checkpoints(model)
         last: dict[str, Any] = dict.fromkeys(_CHECKPOINTS.values())
         for each in saved:
             last[each["checkpoint_type"]] = each

@@ -62,7 +62,9 @@ class Desk:
         most_models: int,
         save_times: tuple[int, float],
     ) -> None:
-        self.records, self.most_models, self.save_times = records, most_models, save_times
+        self.records = records
+        self.most_models = most_models
+        self.save_times = save_times
         self.clock = WallClock()
         self.weights = SavedWeights(records, folder, self.clock)
         self.sessions = Sessions(records, self.weights, self.clock)
@@ -96,7 +98,8 @@ class Desk:
 
     def cancel(self, name: str) -> None:
         """Give up a request for samples that has not begun."""
-        if piece := self.queue.remove_sample(name):
+        piece = self.queue.remove_sample(name)
+        if piece:
             self._fail(piece, "cancelled")
 
     def result(self, name: str) -> tuple[str, bytes] | None:
@@ -138,7 +141,7 @@ class Desk:
         if order["kind"] != "forward_backward":
             return order
         body = self.records.body(f"{order['model']}:{order['seq']}")
-        return {**order, "body": base64.b64encode(body).decode()}
+        return order | {"body": base64.b64encode(body).decode()}
 
     @contextlib.contextmanager
     def _failing(self, doing: str) -> Iterator[None]:
@@ -184,13 +187,14 @@ class Desk:
         """The order that saves a model's state, which has no gradients, after the piece of this number."""
         path = str(self.weights.state_folder(model, seq))
         live = {"kind": "save", "model": model, "path": path, "optimizer": True, "answer": {}}
-        return {**live, "live": seq, "repeats": True}
+        return live | {"live": seq, "repeats": True}
 
     def _is_save_due(self, order: Order) -> bool:
         """Whether a model's state is to be saved. Weights that were loaded may be deleted."""
         if order["kind"] != "optim_step":
             return bool(order["kind"] == "load_weights")
-        model, (steps, seconds) = order["model"], self.save_times
+        model = order["model"]
+        (steps, seconds) = self.save_times
         self._steps[model] = self._steps.get(model, 0) + 1
         return 0 < steps <= self._steps[model] or 0 < seconds < time.monotonic() - self._saved_at[model]
 
@@ -200,8 +204,10 @@ class Desk:
         Args:
             lost: models that the ranks have lost by it.
         """
-        order, pieces = self._order, self._in_work
-        self._order, self._in_work = None, []
+        order = self._order
+        pieces = self._in_work
+        self._order = None
+        self._in_work = []
         self._coming.clear()
         for model in {*lost, *self._uncertain(order, pieces)}:
             self._used_at.pop(model, None)
@@ -279,7 +285,8 @@ class Desk:
         """The order for a piece, behind those that bring its model to where it was and make room for it."""
         if piece.kind == "asample":
             return [self._sampling(piece)]
-        order, model = self.orders.read(piece), piece.target
+        order = self.orders.read(piece)
+        model = piece.target
         before = list[Order]()
         if model not in self._used_at and not order.get("makes"):
             before = self._restored(model)
@@ -298,20 +305,21 @@ class Desk:
 
     def _restored(self, model: str) -> list[Order]:
         """The orders by which a model that was in memory before comes back."""
-        live, orders = self.orders.model(model).get("live", -1), list[Order]()
+        live = self.orders.model(model).get("live", -1)
+        orders = list[Order]()
         if live >= 0:
             path = str(self.weights.state_folder(model, live))
             orders.append({"kind": "load_weights", "model": model, "path": path, "optimizer": True})
         pieces = [piece for piece in self.records.done_after(model, live) if piece.kind not in _SAVES]
         orders += [self.orders.read(piece) for piece in pieces]
         log.info("Model %s: brought back by %d pieces of work.", model, len(orders))
-        return [{**order, "repeats": True} for order in orders]
+        return [order | {"repeats": True} for order in orders]
 
     def _note_live(self, model: str, seq: int) -> Path | None:
         """Record a model's saved state, which replaces the pieces that led to it; returns the folder of the last."""
         about = self.orders.model(model)
         before = about.get("live", -1)
-        self.records.put("model", model, {**about, "live": seq})
+        self.records.put("model", model, about | {"live": seq})
         self.records.forget_bodies(model, seq)
         self._note_saved(model)
         return self.weights.state_folder(model, before) if 0 <= before != seq else None
@@ -345,7 +353,7 @@ class Desk:
             self._in_work.append(other)
             self.records.begin(other.id)
             group.requests.append(beside.request)
-        return {**order, "requests": [request.own for request in group.requests]}
+        return order | {"requests": [request.own for request in group.requests]}
 
     def _read_other(self, piece: Piece) -> WantedSample | None:
         """As `_wanted`; a request that cannot be read fails now, and is not read again for each order."""

@@ -15,7 +15,8 @@ class Failures:
     """Finds out whether all ranks have failed at an order: if some have not, these wait for the others for ever."""
 
     def __init__(self, store: dist.Store, ranks: Ranks) -> None:
-        self.store, self.ranks = store, ranks
+        self.store = store
+        self.ranks = ranks
         self._count = 0
 
     def are_of_all_ranks(self, error: Exception) -> bool:

@@ -49,7 +49,8 @@ def _ppo(p: Tensor, given: Values, config: Mapping[str, float], documents: Docum
 def _gspo(p: Tensor, given: Values, config: Mapping[str, float], documents: Documents) -> Tensor:
     """Zheng et al. 2025, in its form for tokens: a document's ratio is the geometric mean of its tokens' ratios."""
     mask = given["sequence_ratio_mask"]
-    total, count = documents((p.detach() - given["logprobs"]) * mask), documents(mask)
+    total = documents((p.detach() - given["logprobs"]) * mask)
+    count = documents(mask)
     return _clipped((total / count.clamp(min=1) + p - p.detach()).exp(), given, config)
 
 

@@ -58,7 +58,8 @@ class Limits:
             )
 
     def check_known(self, tokens: np.ndarray, what: str) -> np.ndarray:
-        if len(bad := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
+        bad = tokens[(tokens < 0) | (tokens >= self.vocabulary)]
+        if len(bad):
             raise UserError(f"{what} has the token {bad[0]}; the model has the tokens 0 to {self.vocabulary - 1:,}.")
         return tokens
 
@@ -81,15 +82,18 @@ class TrainRequest:
     @classmethod
     def read(cls, message: pb.ForwardBackwardRequest, limits: Limits) -> "TrainRequest":
         """Raises UserError: it cannot be computed."""
-        if (loss := LOSSES.get(message.loss_fn)) is None:
+        loss = LOSSES.get(message.loss_fn)
+        if loss is None:
             raise UserError(f"The loss {shown(message.loss_fn)} is not served; these are: {', '.join(LOSSES)}.")
-        given = {**message.loss_fn_config, **{name: each.number for name, each in message.loss_fn_config_v2.items()}}
-        if unknown := given.keys() - loss.config.keys():
+        given = dict(message.loss_fn_config) | {name: each.number for name, each in message.loss_fn_config_v2.items()}
+        unknown = given.keys() - loss.config.keys()
+        if unknown:
             raise UserError(f"The loss {message.loss_fn} has no setting {shown(sorted(unknown))}.")
         if not all(map(math.isfinite, given.values())):
             raise UserError(f"The loss {message.loss_fn} has a setting that is not finite: {shown(given)}.")
         _check_sizes(message, limits)
-        rows, datums = list[np.ndarray](), list[dict[str, np.ndarray]]()
+        rows = list[np.ndarray]()
+        datums = list[dict[str, np.ndarray]]()
         for number, datum in enumerate(message.data):
             tokens = limits.check(_tokens(datum.model_input, f"Datum {number}"), f"Datum {number}")
             datums.append(_read_inputs(datum, number, (message.loss_fn, loss), len(tokens), limits))
@@ -101,7 +105,7 @@ class TrainRequest:
             _joined(datums),
             [datum["target_tokens"].shape for datum in datums],
             message.loss_fn,
-            {**loss.config, **given},
+            loss.config | given,
             message.forward_only,
         )
 
@@ -173,14 +177,16 @@ def encode_samples(
     """
     answer = pb.SampleResponse()
     for each in answers:
-        tokens, logprobs = np.array(each.token_ids, "<i4"), np.array(each.logps or [], "<f4")
+        tokens = np.array(each.token_ids, "<i4")
+        logprobs = np.array(each.logps or [], "<f4")
         reason = pb.STOP_REASON_STOP if each.is_done else pb.STOP_REASON_LENGTH
         answer.sequences.add(stop_reason=reason, tokens=tokens.tobytes(), logprobs=logprobs.tobytes())
     if prompt_logprobs is not None:
         answer.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if top is not None:
         ids, logps = (np.array(array) for array in top)
-        ids[0], logps[0] = 0, _NO_TOP
+        ids[0] = 0
+        logps[0] = _NO_TOP
         answer.topk_prompt_logprobs.length, answer.topk_prompt_logprobs.k = ids.shape
         answer.topk_prompt_logprobs.token_ids = ids.astype("<i4").tobytes()
         answer.topk_prompt_logprobs.logprobs = logps.astype("<f4").tobytes()
@@ -189,7 +195,8 @@ def encode_samples(
 
 def _tokens(chunks: Sequence[pb.Chunk], what: str) -> np.ndarray:
     kinds = {chunk.WhichOneof("chunk") for chunk in chunks}
-    if other := kinds - {"encoded_text"}:
+    other = kinds - {"encoded_text"}
+    if other:
         raise UserError(f"{what} has {next(iter(other)) or 'an empty chunk'}, and only tokens are served.")
     try:
         return np.concatenate(
@@ -203,7 +210,8 @@ def _check_sizes(message: pb.ForwardBackwardRequest, limits: Limits) -> None:
     """Refuse a request that is too large, by the sizes that it names and before any array is made."""
     if len(message.data) > _MOST_DATUMS:
         raise UserError(f"The request has {len(message.data):,} datums; at most {_MOST_DATUMS:,} are served at a time.")
-    positions, width = 0, 1
+    positions = 0
+    width = 1
     for datum in message.data:
         positions += sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
         if any(len(tensor.shape) > 2 for tensor in datum.loss_fn_inputs.values()):
@@ -220,7 +228,8 @@ def _read_inputs(
     loss_name, loss = named_loss
     names = ("target_tokens", *loss.tensors, *loss.optional)
     given = datum.loss_fn_inputs
-    if unknown := given.keys() - {*names, "mask"}:
+    unknown = given.keys() - {*names, "mask"}
+    if unknown:
         raise UserError(f"Datum {number}: the loss {loss_name} takes no {shown(sorted(unknown))}.")
     for name in names:
         if name not in given and name not in loss.optional:
@@ -274,7 +283,8 @@ def _table(rows: Sequence[np.ndarray]) -> TokenizedRows:
     """Rows whose tokens are all learned, but for the first of each."""
     lengths = [len(row) for row in rows]
     learned = np.concatenate([np.arange(length) > 0 for length in lengths])
-    ids, offsets = np.concatenate(rows).astype(np.int32), np.cumsum([0, *lengths], dtype=np.int64)
+    ids = np.concatenate(rows).astype(np.int32)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
     return TokenizedRows(ids, learned, offsets, np.arange(len(rows), dtype=np.int64))
 
 

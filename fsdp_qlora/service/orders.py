@@ -65,8 +65,11 @@ class Orders:
     def __init__(
         self, records: Records, weights: SavedWeights, clock: WallClock, bases: Sequence[Base], most_rank: int
     ) -> None:
-        self.records, self.weights, self.clock = records, weights, clock
-        self.bases, self.most_rank = bases, most_rank
+        self.records = records
+        self.weights = weights
+        self.clock = clock
+        self.bases = bases
+        self.most_rank = most_rank
 
     def base_named(self, name: str) -> int:
         """The number of the base that clients call so."""
@@ -94,15 +97,15 @@ class Orders:
             return order
         request: Any = REQUESTS[piece.kind].model_validate_json(self.records.body(piece.id))
         if isinstance(request, types.CreateModelRequest):
-            return {**order, "about": self._create(piece.target, request), "makes": True}
+            return order | {"about": self._create(piece.target, request), "makes": True}
         if isinstance(request, types.LoadWeightsRequest):
-            return {**order, **self._load(piece, request)}
+            return order | self._load(piece, request)
         self.model(piece.target)
         if isinstance(request, types.SaveWeightsExternalRequest):
             raise UserError("save_weights_external is not served: save_state leaves a folder that PEFT loads.")
         if isinstance(request, types.OptimStepRequest):
-            return {**order, "params": _adamw_params(request)}
-        return {**order, **self._save(piece, request)}
+            return order | {"params": _adamw_params(request)}
+        return order | self._save(piece, request)
 
     def _create(self, model: str, request: types.CreateModelRequest) -> dict[str, Any]:
         lora = request.lora_config
@@ -153,7 +156,7 @@ class Orders:
             self.weights.delete_idle(piece.target)
         folder = names.folder_below(self.weights.folder, *names.parts_of(uri))
         how = {"kind": "save", "path": str(folder), "optimizer": not is_sampler}
-        return {**how, "answer": answer, "uri": uri, "entry": entry}
+        return how | {"answer": answer, "uri": uri, "entry": entry}
 
     # --- sampling ---
 
@@ -180,7 +183,7 @@ class Orders:
             order["base"] = self.base_named(str(wanted.base))
         else:
             order |= {"path": str(self.weights.folder_of(path)), "saved_by": self.weights.entry(path)["piece"]}
-        return {**order, "params": wanted.request.drawing, "requests": []}
+        return order | {"params": wanted.request.drawing, "requests": []}
 
 
 def check_metadata(metadata: Any) -> None:

@@ -29,7 +29,9 @@ _COLUMNS = {
     "entries": {"kind", "id", "about"},
     "pieces": {"number", "id", "target", "seq", "kind", "body", "state", "result", "tries"},
 }
-WAITING, DONE, FAILED = "waiting", "done", "failed"
+WAITING = "waiting"
+DONE = "done"
+FAILED = "failed"
 
 
 class Piece(NamedTuple):

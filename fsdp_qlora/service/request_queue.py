@@ -105,7 +105,8 @@ class RequestQueue:
         """Take a request for samples out of its turn; None if it does not wait here."""
         with self._changed:
             for turn, waiting in self._of_samplers.items():
-                if piece := waiting.pop(name, None):
+                piece = waiting.pop(name, None)
+                if piece:
                     self._close(turn)
                     return self._counted_out(piece)
         return None
@@ -135,7 +136,8 @@ class RequestQueue:
 
     def _pop(self, turn: str) -> Piece | None:
         """Take the request out whose turn it is, if it is there."""
-        if samples := self._of_samplers.get(turn):
+        samples = self._of_samplers.get(turn)
+        if samples:
             return self._counted_out(samples.pop(next(iter(samples))))
         waiting = self._of_models.get(turn, {})
         if self._next.get(turn) in waiting:

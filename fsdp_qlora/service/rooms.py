@@ -66,11 +66,15 @@ class Rooms:
     """
 
     def __init__(self, trainer: Trainer, mesh: DeviceMesh, form: ResultForm, identity: Mapping[str, Any]) -> None:
-        self.trainer, self.mesh, self.form, self.identity = trainer, mesh, form, identity
+        self.trainer = trainer
+        self.mesh = mesh
+        self.form = form
+        self.identity = identity
         self.parameters: dict[str, nn.Parameter] = dict(adapter_parameters(trainer.model))  # type: ignore[arg-type]
         self.inside: Room | None = None
         assert form.adapter is not None
-        self.widest, self.alpha = int(form.adapter.r), float(form.adapter.lora_alpha)
+        self.widest = int(form.adapter.r)
+        self.alpha = float(form.adapter.lora_alpha)
         of_experts = [each for each in adapter_modules(trainer.model) if isinstance(each, ExpertsLora)]
         self._experts = {each: lora.num_experts for lora in of_experts for each in lora.parameters()}
         self._names = {parameter: name for name, parameter in self.parameters.items()}
@@ -92,11 +96,14 @@ class Rooms:
         scaling = self.alpha / room.rank
         for layer in adapted_layers(self.trainer.model):
             (layer if isinstance(layer, LoraExperts) else layer.lora).scaling = scaling
-        room.state, room.gradients, self.inside = {}, {}, room
+        room.state = {}
+        room.gradients = {}
+        self.inside = room
         self.trainer.loss_scale = room.scale
 
     def _leave(self) -> None:
-        room, optimizer = self.inside, self.trainer.optimizer
+        room = self.inside
+        optimizer = self.trainer.optimizer
         if room is not None and not room.is_snapshot:
             for name, parameter in self.parameters.items():
                 room.values[name] = local_part(parameter).detach().to("cpu", copy=True)
@@ -134,12 +141,13 @@ class Rooms:
 
     def make(self, about: Mapping[str, Any]) -> Room:
         """A new adapter: A random by its seed, B zero; rank 0 is the base, where A is zero too."""
-        rank, values = about["rank"], {}
+        rank = about["rank"]
+        values = {}
         for name, parameter in self.parameters.items():
             shape = self._narrow(parameter, torch.empty(parameter.shape, device="meta"), max(1, rank)).shape
             whole = first_adapter_value(name, shape, seed=about["seed"]) * (rank > 0)
             values[name] = self._own(parameter, whole)
-        about = {**about, "rank": max(1, rank)}
+        about = dict(about) | {"rank": max(1, rank)}
         return Room(about, values, scale=LossScale(enabled=self.trainer.loss_scale.enabled), is_snapshot=rank == 0)
 
     def save(self, room: Room, folder: Path, *, with_optimizer: bool) -> None:
@@ -154,7 +162,7 @@ class Rooms:
         assert config is not None
         config.r = room.rank
         form = dataclasses.replace(self.form, adapter=config)
-        about = {**self.identity, "options": {**self.identity["options"], "lora_rank": room.rank}}
+        about = dict(self.identity) | {"options": self.identity["options"] | {"lora_rank": room.rank}}
         with self._writing(staging):
             if self.trainer.ranks.is_rank_0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -186,7 +194,7 @@ class Rooms:
         if moments:
             save_file(moments, folder / OPTIMIZER)
         state = {"about": dict(room.about), "steps": room.steps, "loss_scale": room.scale.state()}
-        write_json(folder / STATE, {**state, "has_optimizer": with_optimizer})
+        write_json(folder / STATE, state | {"has_optimizer": with_optimizer})
 
     def load(self, folder: Path, *, with_optimizer: bool, about: Mapping[str, Any] | None = None) -> Room:
         """Load a saved adapter; without the optimizer it starts its steps anew.
@@ -215,7 +223,7 @@ class Rooms:
                     count = torch.tensor(float(room.steps))
                     for name in self.parameters if room.steps else ():
                         if self._trains(room, name):
-                            room.state[name] = {"step": count.clone(), **{key: parts[key][name] for key in _MOMENTS}}
+                            room.state[name] = {"step": count.clone()} | {key: parts[key][name] for key in _MOMENTS}
             except (OSError, SafetensorError, DamagedCheckpoint, KeyError, ValueError) as error:
                 raise UserError(f"{folder.name} cannot be loaded: {error}") from error
         return room
@@ -233,7 +241,8 @@ class Rooms:
         found = {}
         for name, parameter in self.parameters.items():
             if self._trains(room, name):
-                state, local = self.trainer.optimizer.state_of(parameter), local_part(parameter).detach()
+                state = self.trainer.optimizer.state_of(parameter)
+                local = local_part(parameter).detach()
                 for key in _MOMENTS:
                     whole = gather_rows(state.get(key, torch.zeros_like(local)), parameter.shape[0], self.mesh)
                     found[f"{name}.{key}"] = self._narrow(parameter, whole, room.rank).cpu().contiguous()
@@ -248,7 +257,8 @@ class Rooms:
 
     def _by_rank(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """A whole A as [experts, rank, in] or B as [out, rank, experts]; one expert in a linear layer."""
-        experts, is_A = self._experts.get(parameter, 1), "lora_A" in self._names[parameter]
+        experts = self._experts.get(parameter, 1)
+        is_A = "lora_A" in self._names[parameter]
         return whole.view(experts, -1, whole.shape[1]) if is_A else whole.view(len(whole), -1, experts)
 
     def _widened(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
@@ -266,7 +276,8 @@ class _Narrowed(LiveValues):
 
     def __init__(self, rooms: Rooms, room: Room, *, keeps: bool) -> None:
         super().__init__(keeps=keeps)
-        self._rooms, self._room = rooms, room
+        self._rooms = rooms
+        self._room = room
 
     def whole(self, tensor: Tensor) -> Tensor:
         return self._rooms._narrow(tensor, super().whole(tensor), self._room.rank)  # type: ignore[arg-type]

@@ -26,7 +26,9 @@ class SavedWeights:
     """
 
     def __init__(self, records: Records, folder: Path, clock: WallClock) -> None:
-        self.records, self.folder, self.clock = records, folder, clock
+        self.records = records
+        self.folder = folder
+        self.clock = clock
         self._started = time.monotonic()
         self._sampled_at: dict[str, float] = {}
 
@@ -78,7 +80,7 @@ class SavedWeights:
 
     def set_expiry(self, uri: str, seconds: Any) -> None:
         with self.records.all_or_none():  # the weights may be saved anew meanwhile
-            self.records.put("checkpoint", uri, {**self.entry(uri), "expires": self.expiry(seconds)})
+            self.records.put("checkpoint", uri, self.entry(uri) | {"expires": self.expiry(seconds)})
 
     def note_sampling(self, uri: str) -> None:
         """Somebody samples from these weights."""

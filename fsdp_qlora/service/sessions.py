@@ -22,7 +22,9 @@ class Sessions:
     """
 
     def __init__(self, records: Records, weights: SavedWeights, clock: WallClock) -> None:
-        self.records, self.weights, self.clock = records, weights, clock
+        self.records = records
+        self.weights = weights
+        self.clock = clock
         self._started = clock.now()
 
     def create(self, metadata: Any, display_name: str | None) -> str:
@@ -36,11 +38,11 @@ class Sessions:
     def note_use(self, session: str, about: dict[str, Any]) -> None:
         """A session's client is there. about: its entry."""
         if self.clock.now() - about.get("used", 0.0) > _NOTED_SECONDS:
-            self.records.put("session", session, {**about, "used": self.clock.now()})
+            self.records.put("session", session, about | {"used": self.clock.now()})
 
     def note_end(self, session: str, about: dict[str, Any]) -> None:
         """A session's client has finished it."""
-        self.records.put("session", session, {**about, "used": self.clock.now(), "is_finished": True})
+        self.records.put("session", session, about | {"used": self.clock.now(), "is_finished": True})
 
     def forget_idle(self, keeping: Collection[str]) -> list[str]:
         """Delete sessions that nobody uses any more; returns the models that are deleted with them.
@@ -49,7 +51,8 @@ class Sessions:
             keeping: models that are in memory.
         """
         # First what belongs to sessions: a session that is made meanwhile is then listed too.
-        samplers, models = list(self.records.find("sampler")), list(self.records.find("model"))
+        samplers = list(self.records.find("sampler"))
+        models = list(self.records.find("model"))
         living = {session_of(model) for model in keeping}
         for session, about in list(self.records.find("session")):
             if session in living or not self._is_over(about):

@@ -133,7 +133,9 @@ class Worker:
         return [_json(type="create_model", model_id=order["model"])]
 
     def _load(self, order: Order) -> list[Result]:
-        path, about, name = Path(order["path"]), order.get("about"), order["model"]
+        path = Path(order["path"])
+        about = order.get("about")
+        name = order["model"]
         room = self.rooms.load(path, with_optimizer=order["optimizer"], about=about)
         if self.rooms.inside is self.models.get(name):
             self.rooms.inside = None
@@ -154,12 +156,14 @@ class Worker:
 
     def _forward_backward(self, order: Order) -> list[Result]:
         request = TrainRequest.read(parse_train_request(base64.b64decode(order["body"])), self.limits)
-        trainer, ranks = self.rooms.trainer, self.rooms.trainer.ranks
+        trainer = self.rooms.trainer
+        ranks = self.rooms.trainer.ranks
         self.rooms.enter(self.models[order["model"]])
         batches = trainer.collator.lay_out_step(request.table, np.arange(len(request.table)))
         found = torch.zeros(request.values["places"].size, device=ranks.device)
         trainer.model.train(not request.forward_only)
-        self.targets.request, total = request, torch.zeros((), device=ranks.device)
+        self.targets.request = request
+        total = torch.zeros((), device=ranks.device)
         try:
             with trainer.forward.attending(), torch.set_grad_enabled(not request.forward_only):
                 for index, batch in enumerate(batches):
@@ -183,7 +187,8 @@ class Worker:
         forward = self.rooms.trainer.forward
         losses, on_device = forward.token_losses(request.with_targets(batch), reduction="none")
         is_target = on_device.targets != IGNORE_INDEX
-        logps, given = -losses[0], on_device.answers
+        logps = -losses[0]
+        given = on_device.answers
         loss = LOSSES[request.loss]
 
         def documents(values: torch.Tensor) -> torch.Tensor:
@@ -194,9 +199,11 @@ class Worker:
         return values.sum(), logps.detach()[is_target], given["places"][is_target]
 
     def _optim_step(self, order: Order) -> list[Result]:
-        params, room = types.AdamParams(**order["params"]), self.models[order["model"]]
+        params = types.AdamParams(**order["params"])
+        room = self.models[order["model"]]
         self.rooms.enter(room)
-        trainer, scale = self.rooms.trainer, room.scale
+        trainer = self.rooms.trainer
+        scale = room.scale
         for parameter in self.rooms.frozen(room):
             parameter.grad = None
         trainer.optimizer.take_gradients()
@@ -243,7 +250,8 @@ class Worker:
         """Answer requests that draw alike from the same weights."""
         self.rooms.enter(self._snapshot(order["path"], order["saved_by"]))
         requests: list[Order] = order["requests"]
-        answers, scores = self._complete(requests, order["params"]), self._scores(requests)
+        answers = self._complete(requests, order["params"])
+        scores = self._scores(requests)
         return [encode_samples(own, *scores.get(number, ())) for number, own in enumerate(answers)]
 
     def _scores(self, requests: Sequence[Order]) -> dict[int, tuple[Any, ...]]:
@@ -251,12 +259,15 @@ class Worker:
         wanted = [(number, each) for number, each in enumerate(requests) if each["scores"]]
         if not wanted:
             return {}
-        table, forward = rows_to_score([each["prompt"] for _, each in wanted]), self.rooms.trainer.forward
-        logps, found = token_logprobs(forward, table), dict[int, tuple[Any, ...]]()
+        table = rows_to_score([each["prompt"] for _, each in wanted])
+        forward = self.rooms.trainer.forward
+        logps = token_logprobs(forward, table)
+        found = dict[int, tuple[Any, ...]]()
         most = max(each["top"] for _, each in wanted)
         wide = likeliest_of_tokens(forward, table, Likeliest(most, self.limits.vocabulary)) if most else None
         for (number, each), (first, last) in zip(wanted, itertools.pairwise(table.offsets), strict=True):
-            own, k = logps[first:last].copy(), each["top"]
+            own = logps[first:last].copy()
+            k = each["top"]
             own[: len(own) - each["last"] if each["last"] else 1] = np.nan
             top = wide[first:last] if k and wide is not None else None
             found[number] = (own, None if top is None else (top[:, :k], top[:, most : most + k]))
@@ -264,7 +275,8 @@ class Worker:
 
     def _complete(self, requests: Sequence[Order], params: Order) -> list[list[Completion]]:
         """Each request's answers, gathered from all ranks."""
-        trainer, most_new = self.rooms.trainer, params["max_tokens"]
+        trainer = self.rooms.trainer
+        most_new = params["max_tokens"]
         asked = [(each, sample) for each in requests for sample in range(each["num_samples"])]
         longest = most_new + max(len(each["prompt"]) for each in requests)
         plan = plan_generation(self.placed, len(asked), longest, most_new, self.free)

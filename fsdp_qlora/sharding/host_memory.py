@@ -52,8 +52,9 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
         if total >= _SLOW_BYTES:
             log.info(
                 "Pinning %s on each rank, which takes seconds to minutes. A container's limit must allow it; WSL2 pins "
-                "at most half of the memory that Windows gives it.", memory,
-            )  # fmt: skip
+                "at most half of the memory that Windows gives it.",
+                memory,
+            )
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise MemoryError(
@@ -150,7 +151,9 @@ class _Kept:
 
     def __init__(self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None") -> None:
         assert store.side is not None
-        self.store, self.side, self.before = store, store.side, before
+        self.store = store
+        self.side = store.side
+        self.before = before
         self.memory = store.host_memory(tensor.numel() * tensor.element_size())
         self.like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.device = tensor.device

@@ -145,7 +145,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        if gradients := self._gradients():
+        gradients = self._gradients()
+        if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def step(self, lr: float, **options: Any) -> None:

@@ -69,12 +69,14 @@ def shard_model(
         shard_aligned([module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where)
 
     for block in parts.blocks:
-        if in_fp32 := magnitudes(block):
+        in_fp32 = magnitudes(block)
+        if in_fp32:
             shard_aligned(in_fp32, mesh, _AS_STORED, reshard_after_forward=False)
         adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
         trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
         shard(block, reshard=reshard_after_forward, besides=adapters, policy=cast if trains else _AS_STORED)
-        if owners := adapter_owners(block):
+        owners = adapter_owners(block)
+        if owners:
             base = {*block.parameters()} - adapters
             shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
     for tower in parts.towers.values():
@@ -117,10 +119,12 @@ def shard_aligned(
         for parameter in owner.parameters(recurse=False)
         if parameter not in ignored and not isinstance(parameter, DTensor)  # that of a group inside
     }
-    size, dtypes = shard_size(mesh), [policy.param_dtype or parameter.dtype for parameter in owners]
+    size = shard_size(mesh)
+    dtypes = [policy.param_dtype or parameter.dtype for parameter in owners]
     shapes = [(shard_bounds(len(parameter), rank=0, size=size)[1], *parameter.shape[1:]) for parameter in owners]
     part = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    owner, filler = next(iter(owners.values()), modules[0]), nn.Module()
+    owner = next(iter(owners.values()), modules[0])
+    filler = nn.Module()
     if size > 1 and (missing := -part % _ALIGNMENT):
         # A dtype that the group has, so that it is gathered as before; the smallest, which fills any gap.
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
@@ -213,7 +217,8 @@ def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn
     Args:
         on_host: as for `shard_model`.
     """
-    model, offloaded = parts.model, _offloaded(parts, on_host)
+    model = parts.model
+    offloaded = _offloaded(parts, on_host)
     places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:

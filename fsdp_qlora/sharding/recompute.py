@@ -51,7 +51,8 @@ class RecomputedBlock(ActivationWrapper):
 
 def wrap_blocks(model: nn.Module, *, num_blocks: int | None = None, offload: bool) -> None:
     """Let the first `num_blocks` blocks (None for all) recompute. With `offload` their inputs are kept on the CPU."""
-    blocks, store = find_blocks(model), InputStore()
+    blocks = find_blocks(model)
+    store = InputStore()
     num_blocks = len(blocks) if num_blocks is None else num_blocks
     for index, block in enumerate(blocks):
         blocks[index] = RecomputedBlock(block, store if offload and index < num_blocks else None)
@@ -85,7 +86,8 @@ def adapter_owners(block: nn.Module) -> list[nn.Module]:
     FSDP2's hooks take the host 50 us, and on the adapters they would run again when the block is recomputed. The
     wrapper has the hooks of the base weights.
     """
-    adapters, inner = adapter_modules(block), unwrapped(block)
+    adapters = adapter_modules(block)
+    inner = unwrapped(block)
     return [inner] if adapters and inner is not block else adapters
 
 
@@ -113,14 +115,16 @@ class ReferencePass:
         try:
             yield
         finally:
-            self._hidden, self._told = None, {}
+            self._hidden = None
+            self._told = {}
             for block in self._adapted:
                 block.follow = None
 
     def _follow(self, block: RecomputedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the policy's block and, after it, the reference's."""
         own, beside = take_apart(args, kwargs, has_both=self._hidden is None)
-        output, (args, kwargs) = block.compute(*own[0], **own[1]), beside
+        output = block.compute(*own[0], **own[1])
+        (args, kwargs) = beside
         hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
         # Not the block's __call__: hooks, such as FSDP2's, have run for this pass already.
         # Where blocks tell later ones their keys and values, the reference's have a mapping of their own.
@@ -132,7 +136,8 @@ class ReferencePass:
         if block is not next(reversed(self._adapted)):
             self._hidden = reference
             return output
-        self._hidden, self._told = None, {}
+        self._hidden = None
+        self._told = {}
         dim = 0 if own is beside else 1
         if isinstance(output, torch.Tensor):
             return torch.cat([output, reference], dim)

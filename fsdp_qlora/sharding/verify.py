@@ -65,7 +65,8 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     name, layer = _first_linear(parts, weights.sources)
     with whole_weights(block):
         if weights.packed and isinstance(layer, QuantizedWeight):
-            same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
+            same = _has_stored_bytes(layer, f"{name}.weight", weights)
+            how = "in the file"
         else:
             same, how = _has_stored_values(layer, f"{name}.weight", weights)
     _report(same, name, f"its weight {how}")
@@ -88,15 +89,18 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
     path, layer = next(layers, (None, None))
     if path is None or layer is None:
         return
-    name, block = canonical_name(path), next(block for block in parts.blocks if layer in {*block.modules()})
+    name = canonical_name(path)
+    block = next(block for block in parts.blocks if layer in {*block.modules()})
     assert isinstance(block, FSDPModule)
     with whole_weights(block):
         last = layer.shape[0] - 1
         codes = layer.weight.view(torch.uint8)
         num_bytes = math.prod(layer.shape[1:]) // layer.row_weights * codes.shape[1]
-        start, stop = last * num_bytes, (last + 1) * num_bytes
+        start = last * num_bytes
+        stop = (last + 1) * num_bytes
         codes = codes.flatten()[start:stop]
-        files, source = weights.files, weights.sources[name]
+        files = weights.files
+        source = weights.sources[name]
         if weights.packed:
             expected = files.read_flat(source, start, stop).to(codes.device)
         else:

@@ -41,7 +41,8 @@ def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | Non
     Args:
         param_dtype: in which FSDP2 would gather; None for the weights' own.
     """
-    embedding, head = parts.embedding, parts.head
+    embedding = parts.embedding
+    head = parts.head
     if num_shards == 1 or not isinstance(head, nn.Linear):
         return False, False
     looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and parts.looks_up
@@ -125,7 +126,8 @@ def tokens_known(
     """
     for lookup in _lookups_of(model):
         known = None if has_images and lookup is not lookup_of(model) else tokens
-        lookup.tokens, lookup.first = known, first if known is not None else None
+        lookup.tokens = known
+        lookup.first = first if known is not None else None
     try:
         yield
     finally:
@@ -153,7 +155,8 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     first, last = own_rows(weight, mesh)
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     local = weight.detach()[first:last].clone()
-    shape, stride = weight.shape, weight.stride()
+    shape = weight.shape
+    stride = weight.stride()
     sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(sharded, requires_grad=False)
 
@@ -162,9 +165,11 @@ class _RowExchange:
     """A module of which a rank has some rows, and that computes with others in its forward pass."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module, self.mesh = module, mesh
+        self.module = module
+        self.mesh = mesh
         self.group: dist.ProcessGroup = mesh["shard"].get_group()
-        self.rank, self.size = shard_rank(mesh), shard_size(mesh)
+        self.rank = shard_rank(mesh)
+        self.size = shard_size(mesh)
         self._shared: nn.Parameter | None = None
         self.stored: nn.Parameter | None = None
         module.register_forward_hook(self._leave, always_call=True)
@@ -179,7 +184,8 @@ class _RowExchange:
 
     def _leave(self, *_: Any) -> None:
         if self._shared is not None:
-            self.module._parameters["weight"], self._shared = self._shared, None
+            self.module._parameters["weight"] = self._shared
+            self._shared = None
 
 
 class _Wanted(NamedTuple):
@@ -245,7 +251,8 @@ class Lookup(_RowExchange):
         self.module._parameters["weight"] = nn.Parameter(nan.expand(weight.shape), requires_grad=False)
 
     def _show(self, *_: Any) -> None:
-        self.module._parameters["weight"], self.stored = self.stored, None
+        self.module._parameters["weight"] = self.stored
+        self.stored = None
 
     @torch.no_grad()
     def _enter(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -258,7 +265,8 @@ class Lookup(_RowExchange):
         copied = to_device({"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device)
         rows = self._own(wanted.rows, copied["rows"])
         if self.size > 1:
-            own_rows, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
+            own_rows = rows
+            rows = rows.new_empty(sum(wanted.taken), rows.shape[1])
             dist.all_to_all_single(rows, own_rows, wanted.taken, wanted.sent, group=self.group)
         self._replace(rows)
         return copied["places"], *args[1:]
@@ -310,7 +318,8 @@ class SharedHead(_RowExchange):
         self._bring()
         rows = self.own_rows()
         if self._copied is not None:
-            (rows, copied), self._copied = self._copied, None
+            (rows, copied) = self._copied
+            self._copied = None
             assert self._side is not None
             self._side.compute_waits(copied)
         return self.new_rows.write_into(rows, self.first) if self.new_rows else rows

@@ -34,7 +34,8 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
     The weights are in host memory, those of a module side by side. Results are the same to the bit. A block that keeps
     its activations may keep its weights with them; one that recomputes does not.
     """
-    stream, chosen = _WeightStream(modules, device), max(shape.chosen for shape in block_shapes(model.config))
+    stream = _WeightStream(modules, device)
+    chosen = max(shape.chosen for shape in block_shapes(model.config))
     head = model.get_output_embeddings()
     for index, module in enumerate(modules):
 
@@ -104,7 +105,8 @@ class _Part:
     """
 
     def __init__(self, module: nn.Module, side: SideStream, device: torch.device) -> None:
-        self.side, self.device = side, device
+        self.side = side
+        self.device = device
         frozen = filter(is_streamed, {*module.parameters()})
         self.parameters = sorted(frozen, key=lambda parameter: parameter.data_ptr())
         self.host = [parameter.data for parameter in self.parameters]
@@ -130,7 +132,8 @@ class _Part:
             self.release()
         if self.on_device is not None:
             return
-        self.on_device, self.brought = torch.empty_like(self.whole, device=self.device), None
+        self.on_device = torch.empty_like(self.whole, device=self.device)
+        self.brought = None
         if not leaves:
             self.copied = self.side.copy(self.on_device, self.whole)
             return
@@ -149,7 +152,8 @@ class _Part:
         """Copy the codes of these experts to the device, unless they are there. For the layer, while it is used."""
         if self.brought is None:
             return
-        host, rows = self.codes[layer], math.prod(layer.shape[1:]) // layer.row_weights
+        host = self.codes[layer]
+        rows = math.prod(layer.shape[1:]) // layer.row_weights
         for expert in sorted({*experts} - self.brought[layer]):
             own = slice(expert * rows, (expert + 1) * rows)
             layer.weight.data[own].copy_(host[own], non_blocking=True)
@@ -173,14 +177,16 @@ class _Part:
             self.side.compute_waits(self.copied)  # the freed memory may be the compute stream's next tensor
         for parameter, host in self.pairs():
             parameter.data = host
-        self.on_device, self.is_used = None, False
+        self.on_device = None
+        self.is_used = False
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A uint8 view from the first to the last of some tensors in one allocation."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
-    storage, last = tensors[0].untyped_storage(), tensors[-1]
+    storage = tensors[0].untyped_storage()
+    last = tensors[-1]
     assert storage.data_ptr() == last.untyped_storage().data_ptr()
     size = last.data_ptr() + last.numel() * last.element_size() - tensors[0].data_ptr()
     whole = torch.empty(0, dtype=torch.uint8)

@@ -23,7 +23,8 @@ class WholeVocabulary:
     first = 0
 
     def __init__(self, vocabulary: int, new_rows: TokenRows | None = None) -> None:
-        self.vocabulary, self.new_rows = vocabulary, new_rows
+        self.vocabulary = vocabulary
+        self.new_rows = new_rows
 
     def all_gather(self, values: Tensor) -> Tensor:
         return values

@@ -78,7 +78,7 @@ class ForwardPass:
         # Every rank has all of these tokens, and shares none of them.
         attention = attending(self.model, self.attention)
         with attention, self.precision.autocasting(self.ranks.device):
-            inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
+            inputs = to_device({"input_ids": input_ids} | documents, self.ranks.device)
             if self.reference:
                 beside = inputs_with_teacher(inputs, inputs) if self.collator.has_teacher else inputs
                 probes.check_reference(self.model, self.reference, inputs, beside)
@@ -162,7 +162,8 @@ def likeliest_of_rows(forward: ForwardPass, table: TokenizedRows, rows: np.ndarr
 
     Called on every rank, with the same rows; the collator numbers the targets (data/batches/taught.py).
     """
-    first, count = int(table.num_targets[: rows[0]].sum()), int(table.num_targets[rows].sum())
+    first = int(table.num_targets[: rows[0]].sum())
+    count = int(table.num_targets[rows].sum())
     batches = forward.collator.lay_out_evaluation(table, rows)
     return _by_target(forward, batches, wanted, np.zeros((count, 2 * wanted.k + 1), np.float32), first)
 

@@ -159,7 +159,8 @@ def chunked_loss(
             and, without gradient, the entropies of the whole distributions, [2, N]; a teacher the divergence from it
             and, without gradient, the agreement with it, [2, N]. A head that trains has the gradient of the sum alone.
     """
-    vocabulary, teacher = shared or WholeVocabulary(len(weight)), reduction if isinstance(reduction, Teacher) else None
+    vocabulary = shared or WholeVocabulary(len(weight))
+    teacher = reduction if isinstance(reduction, Teacher) else None
     weights = reduction if isinstance(reduction, Tensor) else None
     measured = None if weights is not None or reduction in ("sum", "none") else list[Tensor]()
     request = _Request(form, vocabulary, measured, teacher, weights)
@@ -246,7 +247,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         of_tokens = grads[0] / gradients.scale
         factors = (of_tokens[:, None], *[of_tokens[0]] * 3)
         pairs = zip(gradients[:4], factors, strict=True)
@@ -258,7 +260,8 @@ def _losses_of_chunks(
 ) -> Tensor:
     """The losses of the tokens, [N]; fills in the gradients of their sum."""
     vocabulary = request.vocabulary
-    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    weight = weight.to(hidden.dtype)
+    bias = None if bias is None else bias.to(hidden.dtype)
     losses = []
     step = request.tokens_at_a_time(hidden.dtype)
     scale = gradients.scale if any(gradient is not None for gradient in gradients[:4]) else None
@@ -322,7 +325,8 @@ def _loss_of_chunk(
     # The gradient is softmax, and softmax - 1 at the target: in 16 bits that would be 0 where softmax is almost 1.
     grad_of_target = (of_target.exp() / total - 1.0) * factor * slope_of_target
     if isinstance(slope, Tensor):
-        exponentials, slope = exponentials.mul_(slope), 1.0
+        exponentials = exponentials.mul_(slope)
+        slope = 1.0
     grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)
     grad[rows, targets] = torch.where(is_here, grad_of_target.to(grad.dtype), grad[rows, targets])
     return loss, grad
@@ -334,7 +338,8 @@ def _divergence_of_chunk(
     """As `_loss_of_chunk`, of the divergence from the teacher. others: the head's outputs for it, if it has these."""
     form, vocabulary, measured, teacher, _ = request
     assert teacher is not None and measured is not None
-    is_learned, logits = targets != -100, form.logits(outputs)
+    is_learned = targets != -100
+    logits = form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
     if others is not None:
         found = divergence.from_distribution(logits, form.logits(others), teacher.beta, vocabulary)
@@ -356,7 +361,8 @@ def likeliest_tokens(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, wanted: Likeliest, vocabulary: Vocabulary
 ) -> Tensor:
     """The likeliest tokens of each of N, float32 [2 * k + 1, N], as `divergence.likeliest`."""
-    dtype, parts = weight.dtype, []
+    dtype = weight.dtype
+    parts = []
     for chunk in hidden.to(dtype).split(tokens_at_a_time(vocabulary.vocabulary, dtype)):
         # Without a name, which would keep the logits while the next chunk's are made.
         found = divergence.likeliest(

@@ -15,7 +15,8 @@ class IdleSteps:
     """
 
     def __init__(self, total_steps: int, longest: int) -> None:
-        self._few, self._longest = min(_FEW, total_steps), longest
+        self._few = min(_FEW, total_steps)
+        self._longest = longest
         self._num_idle = 0
         self._num_cut = 0  # steps of which every answer was cut, where there are no rewards
         self._share_cut = 0.0  # of the answers of the idle steps, their sum over these
@@ -55,7 +56,8 @@ class IdleSteps:
 
     def _of_idle(self, record: Mapping[str, Any], *, are_equal: bool) -> str:
         """The sentences about steps without a gradient, or with rewards that do not differ."""
-        reason, advice = "the gradient was 0", "Look at the rows: --dry_run samples shows what is learned of them"
+        reason = "the gradient was 0"
+        advice = "Look at the rows: --dry_run samples shows what is learned of them"
         if are_equal:
             reason = (
                 f"the answers to each prompt got equal rewards ({record['reward']:.4g} in the mean of the last step)"

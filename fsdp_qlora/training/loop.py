@@ -59,7 +59,8 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
         RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
     """
-    schedule, control = trainer.schedule, trainer.control
+    schedule = trainer.schedule
+    control = trainer.control
     most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
     if progress.loss_scale:
         trainer.loss_scale.load_state(progress.loss_scale)
@@ -76,15 +77,19 @@ def train(trainer: Trainer, data: RunData, source: RowSource, progress: Progress
             usual_loss = progress.add_step(record)
             progress.stream = dict(rows.position)
             progress.loss_scale = trainer.loss_scale.state()
-            if warning := idle.add(record):
+            warning = idle.add(record)
+            if warning:
                 log.warning("%s", warning)
             progress.idle = idle.state()
             observer.stepped(progress, record)
             if usual_loss is not None and not rows.metrics:  # of sampled answers it is near 0
                 log.warning(
                     "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
-                    progress.step, record["loss"], usual_loss, rows.table.describe_numbers(rows.rows),
-                )  # fmt: skip
+                    progress.step,
+                    record["loss"],
+                    usual_loss,
+                    rows.table.describe_numbers(rows.rows),
+                )
             if progress.num_skipped > most_skipped:
                 raise TrainingError(
                     f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
@@ -109,13 +114,17 @@ def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
         return False
     log.info(
         "Stopped early after step %d: %d evaluations without a lower loss than %.4f of step %d.",
-        progress.step, progress.num_evals_without_best, progress.best_eval_loss, progress.best_eval_step,
-    )  # fmt: skip
+        progress.step,
+        progress.num_evals_without_best,
+        progress.best_eval_loss,
+        progress.best_eval_step,
+    )
     return True
 
 
 def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
-    every, is_at_an_end = trainer.options.eval_steps, step in (0, trainer.schedule.total_steps)
+    every = trainer.options.eval_steps
+    is_at_an_end = step in (0, trainer.schedule.total_steps)
     return len(data.eval_rows) > 0 and (is_at_an_end or (every > 0 and step % every == 0))
 
 
@@ -131,8 +140,8 @@ def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Obs
             return False
         results[name] = result
     first, *others = results.values()
-    record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch, **first}
-    observer.evaluated(progress, {**record, **({"eval_sets": results} if others else {})})
+    record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch} | first
+    observer.evaluated(progress, record | ({"eval_sets": results} if others else {}))
     return progress.add_evaluation(progress.step, first["eval_loss"])
 
 

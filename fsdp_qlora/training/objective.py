@@ -47,7 +47,9 @@ class TokenMean:
     reduction: Reduction = "sum"
 
     def __init__(self, row: Objective, settings: LossSettings, context: ContextGroup) -> None:
-        self.row, self.settings, self.context = row, settings, context
+        self.row = row
+        self.settings = settings
+        self.context = context
         self.metric_names = tuple(self._metric_names())
 
     def _metric_names(self) -> Iterator[str]:
@@ -59,7 +61,8 @@ class TokenMean:
         Args:
             forward: computes what takes a pass of its own, then on every rank; None leaves that out.
         """
-        weights, ends = batches.table.learned, batches.table.offsets
+        weights = batches.table.learned
+        ends = batches.table.offsets
         if weights.dtype.kind != "f":
             return Totals(batches.num_targets)
         return Totals(float(sum(weights[ends[row] + 1 : ends[row + 1]].sum(dtype=float) for row in batches.rows)))
@@ -102,18 +105,21 @@ class Pairs(TokenMean):
             yield "nll_loss"
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
-        table, num_rows = batches.table, len(batches.rows)
+        table = batches.table
+        num_rows = len(batches.rows)
         num_chosen = int(table.document_targets[table.documents(batches.rows)[::2]].sum())
         return Totals(num_rows, (num_rows, num_rows), num_rows / max(1, num_chosen))
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         if not batch.num_targets:  # a rank without rows in this round has tokens without a target
             return F.pad(losses.sum()[None], (0, len(self.metric_names)))
-        documents, sides = sum_documents(losses, batch, self.context), self.row.row_kind.num_learned
+        documents = sum_documents(losses, batch, self.context)
+        sides = self.row.row_kind.num_learned
         chosen, rejected = (LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1))
         inputs = LossInputs(losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence)
         assert self.row.loss is not None
-        loss, metrics = self.row.loss(inputs, self.settings), self._metrics(inputs, totals)
+        loss = self.row.loss(inputs, self.settings)
+        metrics = self._metrics(inputs, totals)
         if self.sft_weight:  # a mean over tokens beside a mean over rows
             loss = loss + self.sft_weight * metrics["nll_loss"]
         sums = torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
@@ -131,11 +137,12 @@ class Pairs(TokenMean):
         return metrics
 
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
-        counts, means = dict(zip(SIDES, totals.num_of_sides, strict=True)), {}
+        counts = dict(zip(SIDES, totals.num_of_sides, strict=True))
+        means = {}
         for name, total in zip(self.metric_names, sums[1:], strict=True):
             count = counts.get(name.rpartition("/")[2], totals.divisor)
             means[name] = total / count if count else math.nan
-        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+        return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
 class Labels(Pairs):
@@ -145,7 +152,8 @@ class Labels(Pairs):
         yield from (name for name in super()._metric_names() if name != "rewards/accuracies")
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
-        num_rows, num_desired = len(batches.rows), int(batches.table.desired[batches.rows].sum())
+        num_rows = len(batches.rows)
+        num_desired = int(batches.table.desired[batches.rows].sum())
         totals = Totals(num_rows, (num_desired, num_rows - num_desired))
         if forward is None:
             return totals
@@ -162,7 +170,7 @@ class Labels(Pairs):
         return {name: values * shares.get(name.rpartition("/")[2], 1.0) for name, values in metrics.items()}
 
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
-        return {**super().means(sums, totals), "kl": totals.divergence}
+        return super().means(sums, totals) | {"kl": totals.divergence}
 
 
 class Policy(TokenMean):
@@ -179,14 +187,17 @@ class Policy(TokenMean):
         yield from ["kl"] * (self.settings.beta > 0)
 
     def totals(self, batches: Batches, forward: ForwardPass | None = None) -> Totals:
-        num_targets, num_rows = batches.num_targets, len(batches.rows)
+        num_targets = batches.num_targets
+        num_rows = len(batches.rows)
         longest = self.settings.max_completion_length
         divisors = {"dapo": num_targets, "grpo": num_rows, "dr_grpo": num_rows * longest}
         return Totals(divisors[self.settings.loss_type], num_targets=num_targets)
 
     def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
         negative, entropy, *reference = losses
-        logps, answers, settings = -negative, batch.answers, self.settings
+        logps = -negative
+        answers = batch.answers
+        settings = self.settings
         old_logps = answers.get("old_logps", logps.detach())
         inputs = TokenInputs(
             logps,
@@ -199,7 +210,8 @@ class Policy(TokenMean):
         loss, metrics = self.row.token_loss(inputs, settings)
         if settings.loss_type == "grpo":  # each answer's mean
             loss = loss * answers.get("shares", torch.zeros_like(entropy))
-        is_target, metrics["entropy"] = batch.targets != IGNORE_INDEX, entropy
+        is_target = batch.targets != IGNORE_INDEX
+        metrics["entropy"] = entropy
         return torch.stack([loss, *(metrics[name].detach() for name in self.metric_names)]).mul(is_target).sum(dim=1)
 
 
@@ -221,8 +233,12 @@ class Distillation(TokenMean):
 
 # By the name of the kind of rows, see config/objectives.py.
 KINDS: dict[str, type[TokenMean]] = {
-    **{"texts": TokenMean, "pairs": Pairs, "labels": Labels, "prompts": Policy},
-    **{"taught": Distillation, "asked": Distillation},
+    "texts": TokenMean,
+    "pairs": Pairs,
+    "labels": Labels,
+    "prompts": Policy,
+    "taught": Distillation,
+    "asked": Distillation,
 }
 
 

@@ -117,7 +117,8 @@ def _most(error: torch.Tensor) -> float:
 
 def head_loss_blocker(model: PreTrainedModel) -> str:
     """Why a model's loss cannot be computed from its head; empty if it may be."""
-    head, base = model.get_output_embeddings(), model.base_model
+    head = model.get_output_embeddings()
+    base = model.base_model
     if base is model or head is None or any(module is head for module in base.modules()):
         return f"{type(model).__name__} does not keep its head apart from its decoder"
     if not isinstance(head, nn.Linear):
@@ -173,10 +174,11 @@ class Probed(NamedTuple):
 
     def logits(self, input_ids: torch.Tensor, *tokens: torch.Tensor, **documents: Any) -> torch.Tensor:
         """The model's logits. tokens: what each rank looks up, if they are not the same."""
-        model, device = self.model, self.ranks.device
+        model = self.model
+        device = self.ranks.device
         looked_up = tokens_known(model, tokens) if tokens else same_tokens(model, input_ids)
         with self.precision.autocasting(device), looked_up:
-            inputs = to_device({"input_ids": input_ids, **documents}, device)
+            inputs = to_device({"input_ids": input_ids} | documents, device)
             logits: torch.Tensor = model(**inputs, use_cache=False).logits
         reshard_all(model)
         return logits
@@ -187,7 +189,8 @@ def probe_packing(probed: Probed, *, num_shared: int = 0) -> str | None:
 
     Called on every rank. num_shared: try documents that begin with so many tokens computed once.
     """
-    if reason := "its attention has no such form" if probed.documents is None else packing_blocker(probed.model):
+    reason = "its attention has no such form" if probed.documents is None else packing_blocker(probed.model)
+    if reason:
         return reason
     try:
         difference = _difference(probed, num_shared)
@@ -213,10 +216,12 @@ def check_context(probed: Probed, context: ContextGroup) -> None:
     Raises:
         UserError: something besides attention passes on what other tokens know.
     """
-    model, row = probed.model.eval(), probed.tokens()[None]
+    model = probed.model.eval()
+    row = probed.tokens()[None]
     documents = describe_documents(list(_LENGTHS), num_parts=context.size)
     row = F.pad(row, (0, documents["position_ids"].shape[1] - row.shape[1]))
-    own, parts = context.own(row.shape[1]), [rank % context.size for rank in sharing_ranks(model)]
+    own = context.own(row.shape[1])
+    parts = [rank % context.size for rank in sharing_ranks(model)]
     with torch.no_grad(), attending(model, probed.documents):
         whole = probed.logits(row, **documents)[0, own].double()
     with torch.no_grad(), attending(model, probed.documents):
@@ -242,7 +247,8 @@ def _relative(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _difference(probed: Probed, num_shared: int) -> torch.Tensor:
     """The difference of the second document's logits from those of it alone, relative, median over tokens."""
-    model, (first, second) = probed.model.eval(), probed.tokens().split(_LENGTHS)
+    model = probed.model.eval()
+    (first, second) = probed.tokens().split(_LENGTHS)
     second = torch.cat([first[:num_shared], second[num_shared:]])
     alone = probed.logits(second[None])[0, num_shared:].double()  # in a padded batch rope may depend on its length
     documents = describe_documents(list(_LENGTHS), [num_shared] if num_shared else None)

@@ -77,10 +77,16 @@ class Trainer:
         options: TrainerOptions,
         control: Control,
     ) -> None:
-        self.forward, self.optimizer, self.objective = forward, optimizer, objective
-        self.options, self.control = options, control
-        self.model, self.ranks, self.collator = forward.model, forward.ranks, forward.collator
-        self.schedule, self.heartbeat = self.collator.schedule, control.heartbeat
+        self.forward = forward
+        self.optimizer = optimizer
+        self.objective = objective
+        self.options = options
+        self.control = control
+        self.model = forward.model
+        self.ranks = forward.ranks
+        self.collator = forward.collator
+        self.schedule = self.collator.schedule
+        self.heartbeat = control.heartbeat
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=forward.precision.compute_dtype == torch.float16)
         self.watch_memory: Callable[[float], int] | None = None  # (GiB reserved) -> blocks that recompute
@@ -95,11 +101,13 @@ class Trainer:
         Raises:
             NotFinite: the loss or the gradient is not finite and the run halts; the weights are unchanged.
         """
-        started, step = time.perf_counter(), data.step
+        started = time.perf_counter()
+        step = data.step
         self.heartbeat.beat(step, "rows")
         batches = self.collator.lay_out_step(data.table, data.rows)
         totals = self.objective.totals(batches, self.forward)
-        measured, scale = list[torch.Tensor](), self.loss_scale.scale
+        measured = list[torch.Tensor]()
+        scale = self.loss_scale.scale
         self.model.train()
         with self.forward.attending():
             for index, micro_batch in enumerate(batches):
@@ -111,7 +119,8 @@ class Trainer:
         self.optimizer.take_gradients()
         sums, grad_norm, memory = self._exchange(step, measured)
         self.heartbeat.beat(step, "update")
-        lr, is_finite = self.options.lr_at(step), self._is_finite(step, batches, measured, sums[0], grad_norm)
+        lr = self.options.lr_at(step)
+        is_finite = self._is_finite(step, batches, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
             self.clip_and_unscale(grad_norm, self.options.max_grad_norm)
             self.optimizer.step(lr)
@@ -119,19 +128,29 @@ class Trainer:
         self.optimizer.zero_grad()
         if is_finite:
             self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
-        sizes, seconds = batches.sizes(), time.perf_counter() - started
-        return {
-            **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
-            **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
+        sizes = batches.sizes()
+        seconds = time.perf_counter() - started
+        record: dict[str, Any] = {
+            "step": step + 1,
+            "epoch": (step + 1) / self.schedule.steps_per_epoch,
+            "loss": sums[0] / totals.divisor,
+            "grad_norm": grad_norm,
+            "lr": lr,
             "num_target_tokens": batches.num_targets,
-            **data.metrics,
-            **self.objective.means(sums, totals),
-            **{**sizes, "tokens_per_second": sizes["num_tokens"] / seconds, "step_seconds": seconds},
-            "memory_gib": self._memory_record(memory),
-            **({} if is_finite else {"skipped": True}),
-            **({"loss_scale": scale} if self.loss_scale.enabled else {}),
-            **({"recompute": self.watch_memory(memory[:, -1].max().item())} if self.watch_memory else {}),
         }
+        record |= data.metrics
+        record |= self.objective.means(sums, totals)
+        record |= sizes
+        record["tokens_per_second"] = sizes["num_tokens"] / seconds
+        record["step_seconds"] = seconds
+        record["memory_gib"] = self._memory_record(memory)
+        if not is_finite:
+            record["skipped"] = True
+        if self.loss_scale.enabled:
+            record["loss_scale"] = scale
+        if self.watch_memory:
+            record["recompute"] = self.watch_memory(memory[:, -1].max().item())
+        return record
 
     def _loss(self, micro_batch: MicroBatch, totals: Totals) -> torch.Tensor:
         """The micro-batch's part of the loss, followed by the objective's metrics without gradient; float32."""
@@ -160,9 +179,11 @@ class Trainer:
         the host wait for the device, once in a step.
         """
         self.heartbeat.beat(step, "exchange")
-        sums, squared_norm = torch.stack(measured, dim=1).double().sum(dim=1), sum(self.optimizer.squared_norms())
+        sums = torch.stack(measured, dim=1).double().sum(dim=1)
+        squared_norm = sum(self.optimizer.squared_norms())
         local = [*sums, squared_norm, *self.control.flags(step), *self._memory_gib()]
-        numbers, flags = gather_numbers(local, self.ranks.device), len(sums) + 1
+        numbers = gather_numbers(local, self.ranks.device)
+        flags = len(sums) + 1
         self.control.agree(numbers[:, flags : flags + NUM_FLAGS])
         *totals, total_squared_norm = numbers[:, :flags].sum(dim=0).tolist()
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
@@ -190,7 +211,8 @@ class Trainer:
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
-        batches, held = self.collator.repeated(table, micro_batch, min(2, num_rounds)), 0
+        batches = self.collator.repeated(table, micro_batch, min(2, num_rounds))
+        held = 0
         for index, batch in enumerate(batches):
             self._set_gradient_sync(index == len(batches) - 1 or self.options.sync_every_micro_batch)
             with self.forward.attending():
@@ -209,7 +231,8 @@ class Trainer:
         Called on every rank.
         """
         self.model.eval()
-        batches, measured = self.collator.lay_out_evaluation(table, rows), list[torch.Tensor]()
+        batches = self.collator.lay_out_evaluation(table, rows)
+        measured = list[torch.Tensor]()
         totals = self.objective.totals(batches, self.forward)
         with self.forward.attending():
             for micro_batch in batches:
@@ -223,12 +246,12 @@ class Trainer:
             return None
         sums = gather_numbers([*torch.stack(measured, dim=1).sum(dim=1)], self.ranks.device).sum(dim=0).tolist()
         mean_loss = sums[0] / totals.divisor
-        return {
-            "eval_loss": mean_loss,
-            **self.objective.describe_loss(mean_loss),
-            **self.objective.means(sums, totals),
-            "num_target_tokens": batches.num_targets,
-        }
+        return (
+            {"eval_loss": mean_loss}
+            | self.objective.describe_loss(mean_loss)
+            | self.objective.means(sums, totals)
+            | {"num_target_tokens": batches.num_targets}
+        )
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         if enabled != self.gradient_sync:  # it walks all modules
@@ -298,13 +321,16 @@ class LossScale:
             return
         self.steps_since_change += 1
         if overflowed:
-            self.scale, self.steps_since_change = max(self.scale / 2, _SMALLEST_SCALE), 0
+            self.scale = max(self.scale / 2, _SMALLEST_SCALE)
+            self.steps_since_change = 0
         elif self.steps_since_change == _SCALE_GROWTH_INTERVAL:
-            self.scale, self.steps_since_change = self.scale * 2, 0
+            self.scale = self.scale * 2
+            self.steps_since_change = 0
 
     def state(self) -> dict[str, float]:
         """The values to save in a checkpoint."""
         return {"scale": self.scale, "steps_since_change": self.steps_since_change}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.scale, self.steps_since_change = float(state["scale"]), int(state["steps_since_change"])
+        self.scale = float(state["scale"])
+        self.steps_since_change = int(state["steps_since_change"])

@@ -119,7 +119,8 @@ def print_error(error: Exception) -> None:
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
-    note_reason(message := cut(str(error)))
+    message = cut(str(error))
+    note_reason(message)
     if RAISED in os.environ and _is_raised_again(error):
         return
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
@@ -144,7 +145,8 @@ def write_line(text: str) -> None:
 
 def note_reason(message: str) -> None:
     """Record the reason of this process's end for torchrun. torch's own `record` would import torch."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
         about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # torchrun prints it as the traceback
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

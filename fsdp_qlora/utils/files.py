@@ -20,7 +20,8 @@ from fsdp_qlora.utils.redact import redact_values
 PARTIAL = ".partial"
 ROWS_IN_MEMORY = "rows"  # the folder of the cache for rows that Python code gives
 _HEAD_BYTES = 2**20  # contains the names, types and shapes of all tensors of a usual file
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 _STALE_SECONDS = 3600.0  # a partial file not changed for so long has no writer any more
 _URLS = ("s3", "gcs", "gs", "az", "sftp")  # fsspec's file systems that can be written to
 
@@ -213,7 +214,8 @@ def why_not_writable(folder: Path) -> str | None:
 
 def cache_folder() -> Path:
     """The folder kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
-    if folder := os.environ.get("FSDP_QLORA_CACHE"):
+    folder = os.environ.get("FSDP_QLORA_CACHE")
+    if folder:
         return Path(folder)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
@@ -305,5 +307,6 @@ def folder_error(option: str, text: str) -> str | None:
 
 def refuse_bad_folder(option: str, text: str) -> None:
     """Raise UserError if `text` is not the name of a local folder."""
-    if error := folder_error(option, text):
+    error = folder_error(option, text)
+    if error:
         raise UserError(error)

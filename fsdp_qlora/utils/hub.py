@@ -173,14 +173,16 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later
             f"code. {conversion_advice(model_name)}"
         )
     missing = _missing(model_name, info, sizes, [*patterns, *later])
-    size, folder = sum(sizes[name] for name in missing), Path(HF_HUB_CACHE)
+    size = sum(sizes[name] for name in missing)
+    folder = Path(HF_HUB_CACHE)
     free = free_disk(folder)
     if size > free:
         raise UserError(
             f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
             f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
         )
-    if names := _missing(model_name, info, sizes, patterns):
+    names = _missing(model_name, info, sizes, patterns)
+    if names:
         size = sum(sizes[name] for name in names)
         waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
         log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(names), size / 2**30, folder, waiting)

@@ -1,13 +1,19 @@
 """The names of the files in a run's folder."""
 
 CHECKPOINTS = "checkpoints"
-CARD, RECORD = "README.md", "training.json"  # the model card and the training record of a result
+# the model card and the training record of a result
+CARD = "README.md"
+RECORD = "training.json"
 BEST = "best"  # the adapter with the lowest evaluation loss
 ADAPTERS = "rollout_adapters"  # the last adapters that a rollout server has loaded
 SERVICE = "service.db"  # what a training service keeps, in its own folder
-METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # the completions of a GRPO run
-LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
+LOCK = ".lock"
+RUN = "run.json"
+STATUS = "status.json"
+RESULT = "result.json"
 # Files that a run leaves in its folder. --resume auto:replace removes only these.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",

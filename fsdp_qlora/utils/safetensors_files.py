@@ -62,9 +62,11 @@ def tensor_names(folder: Path) -> set[str] | None:
 def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
     """The header of a file with these tensors, in order, and the offset of each tensor's bytes in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
+    starts = {}
+    end = 0
     for name, form in forms.items():
-        starts[name], end = end, end + form.num_bytes
+        starts[name] = end
+        end = end + form.num_bytes
         header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [starts[name], end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
@@ -113,7 +115,8 @@ class PackedFiles:
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
         self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and the offset of its bytes
-        self.folder, self.forms = folder, forms
+        self.folder = folder
+        self.forms = forms
         self._split = split_state_dict_into_shards_factory(
             dict(forms),
             get_storage_size=lambda form: form.num_bytes,

@@ -13,7 +13,9 @@ log = logging.getLogger("fsdp_qlora")
 
 GIB = 2**30
 _COLUMNS = 100  # of the lines that a run prints at its start
-_LONGEST, _SCREEN = 1000, 6000  # most characters of a message's line, and of a message
+# most characters of a message's line, and of a message
+_LONGEST = 1000
+_SCREEN = 6000
 
 _LONGEST_VALUE = 80  # most characters of a value that a message quotes
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.()+/-]*")  # a value that is quoted without quotation marks

@@ -23,7 +23,9 @@ def train_one_rank(arguments: dict[str, Any]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    num_workers, names, values = int(argv[0]), argv[1::2], argv[2::2]
+    num_workers = int(argv[0])
+    names = argv[1::2]
+    values = argv[2::2]
     arguments = {name.removeprefix("--"): value for name, value in zip(names, values, strict=True)}
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     TorchTrainer(

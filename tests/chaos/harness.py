@@ -102,7 +102,8 @@ def write_slowly() -> None:
         time.sleep(0.5)
         return original(*content)
 
-    saving.MIN_BACKGROUND_BYTES, train_state.write_tensors = 0, write_tensors
+    saving.MIN_BACKGROUND_BYTES = 0
+    train_state.write_tensors = write_tensors
 
 
 def together(*faults: Fault) -> None:
@@ -113,7 +114,8 @@ def together(*faults: Fault) -> None:
 def be_impatient() -> None:
     from fsdp_qlora.distributed.supervision import presence
 
-    presence._SILENT_SECONDS, presence._PULSE_SECONDS = 3.0, 0.5
+    presence._SILENT_SECONDS = 3.0
+    presence._PULSE_SECONDS = 0.5
 
 
 KILLED = partial(signal.raise_signal, signal.SIGKILL)

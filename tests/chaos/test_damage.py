@@ -76,7 +76,8 @@ def test_resuming_on_2_then_1_then_4_ranks_gives_the_same_run(reference: Referen
     output = run(options, tmp_path / "logs4", ranks=4)
     assert "Resuming at step 6 from" in output
     assert "The global batch stays at the 4 rows" in output and "are 1 micro-batches per step" in output
-    expected, found = numbers(reference.output_dir), numbers(tmp_path / "out")
+    expected = numbers(reference.output_dir)
+    found = numbers(tmp_path / "out")
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         # The rows of each step and their order: the numbers of tokens, exactly; the rest up to the order of sums.

@@ -132,7 +132,8 @@ def spoil_parameter() -> None:
     """Let rank 1's optimizer make a parameter infinite in the third step."""
     from fsdp_qlora.sharding.optimizer import ShardedOptimizer
 
-    original, count = ShardedOptimizer.step, 0
+    original = ShardedOptimizer.step
+    count = 0
 
     def step(self: ShardedOptimizer, lr: float) -> None:
         nonlocal count
@@ -287,7 +288,8 @@ ALIKE = ("rank 0 refuses while loading", "both lack memory", "a bug, and a slow 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.nightly] * (case in ALIKE)) for case in ENDS])
 def test_a_failing_rank_ends_all_ranks_with_its_reason(case: str, reference: Reference, tmp_path: Path) -> None:
-    end, out = ENDS[case], tmp_path / "out"
+    end = ENDS[case]
+    out = tmp_path / "out"
     options = reference.same_but(out, **{"hang_minutes": 0.05, **end.options} if "loading" in case else end.options)
     if "mirror" in case:
         options["mirror"] = tmp_path / "mirror"
@@ -304,7 +306,8 @@ def skip_exchange() -> None:
     """Let rank 1 leave out one step's exchange of numbers."""
     from fsdp_qlora.training import trainer
 
-    original, count = trainer.gather_numbers, 0
+    original = trainer.gather_numbers
+    count = 0
 
     def gather_numbers(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
         nonlocal count
@@ -331,7 +334,8 @@ def lose_memory_with_few_recomputing() -> None:
     from fsdp_qlora.sharding.recompute import recomputed_blocks
     from fsdp_qlora.training.trainer import Trainer
 
-    train, original = fsdp_qlora.run.run.train, Trainer._loss
+    train = fsdp_qlora.run.run.train
+    original = Trainer._loss
 
     def train_after_probes(trainer: Trainer, data: Any, source: Any, progress: Any, recorder: Any) -> None:
         fit.fit_on_gpu(trainer, source, block_bytes=1, too_few=recorder.guard.start.too_few)
@@ -344,7 +348,9 @@ def lose_memory_with_few_recomputing() -> None:
         return original(self, *args)
 
     torch.cuda.mem_get_info = lambda device: (2**50, 2**50)  # room for all activations
-    fsdp_qlora.run.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    fsdp_qlora.run.run.train = train_after_probes
+    Trainer._loss = loss
 
 
 def test_restart_after_out_of_memory_recomputes_more(reference: Reference, assert_same: Same, tmp_path: Path) -> None:

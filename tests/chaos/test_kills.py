@@ -45,7 +45,9 @@ from tests.chaos.harness import (
 )
 from tests.tiny import all_slow_but
 
-SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's; Python has no names for them
+# Linux's; Python has no names for them
+SO_ATTACH_FILTER = 26
+SO_DETACH_FILTER = 27
 
 # --- random faults ---
 
@@ -122,17 +124,24 @@ DISTURBANCES = {
 @pytest.mark.slow
 def test_a_run_with_random_faults_gives_the_same_bytes(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
-    seed, minutes = int(os.environ.get("CHAOS_SEED", time.time())), float(os.environ.get("CHAOS_MINUTES", 0))
+    seed = int(os.environ.get("CHAOS_SEED", time.time()))
+    minutes = float(os.environ.get("CHAOS_MINUTES", 0))
     print(f"CHAOS_SEED={seed}")
-    chance, counts, injected, num_runs = random.Random(seed), Counter[str](), Counter[str](), 0
-    out, end = tmp_path / "out", time.monotonic() + 60 * minutes
+    chance = random.Random(seed)
+    counts = Counter[str]()
+    injected = Counter[str]()
+    num_runs = 0
+    out = tmp_path / "out"
+    end = time.monotonic() + 60 * minutes
     options = reference.same_but(out)
     while len(counts) < len(DISTURBANCES) or time.monotonic() < end:
         kind = min(chance.sample(sorted(DISTURBANCES), 6), key=counts.__getitem__)
         counts[kind] += 1
         fault, action, statuses = DISTURBANCES[kind]
         more = chance.choice([together, write_slowly])
-        before, further, rank = steps_done(out) % 10, chance.choice([0, 1, 2, 4, 8]), chance.randrange(RANKS)
+        before = steps_done(out) % 10
+        further = chance.choice([0, 1, 2, 4, 8])
+        rank = chance.randrange(RANKS)
         logs = tmp_path / f"logs{counts.total()}"
         put_in = partial(together, more, fault(before + further, rank, out) if fault else together)
         with ended(Job(options, logs, fault=put_in)) as job:
@@ -164,7 +173,8 @@ def die_at(call: str, count: int) -> None:
     """Let this rank be killed at the count-th call of an os function that touches a checkpoint."""
     if not on(0):
         return
-    original, seen = getattr(os, call), 0
+    original = getattr(os, call)
+    seen = 0
 
     def counted(*args: object, **kwargs: object) -> object:
         nonlocal seen
@@ -221,7 +231,9 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
     if train_type.trains_new_blocks:
         expand_model(str(options["model_name"]), tmp_path / "expanded", expansion_rate=0.5)
         options["model_name"] = tmp_path / "expanded"
-    whole, out, is_slow = tmp_path / "whole", tmp_path / "out", "background" in kind
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
+    is_slow = "background" in kind
     output = run({**options, "output_dir": whole}, tmp_path / "logs", fault=write_slowly if is_slow else None)
     # Training goes on while a checkpoint is written.
     assert (output.index("Checkpoint of step 3") > output.index("step  4/")) == is_slow

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
-FIRST, LAST = 50, 350  # steps
+# steps
+FIRST = 50
+LAST = 350
 
 
 def private_kib() -> int:
@@ -23,7 +25,8 @@ def train_and_measure(argv: list[str], folder: Path) -> int:
     import train
     from fsdp_qlora.run.supervision import Recorder
 
-    stepped, kib = Recorder.stepped, {}
+    stepped = Recorder.stepped
+    kib = {}
 
     def measured(self: Recorder, progress, record) -> None:  # type: ignore[no-untyped-def]
         stepped(self, progress, record)

@@ -9,7 +9,8 @@ import pytest
 from fsdp_qlora.utils.redact import HIDDEN, _secrets, redact, redact_values
 from tests.tiny import flags, make_model, make_rows, on_ranks, write_rows
 
-IN_ENVIRONMENT, IN_URL = "canary-of-the-environment", "canary-of-a-url"
+IN_ENVIRONMENT = "canary-of-the-environment"
+IN_URL = "canary-of-a-url"
 LOGIN = f"https://someone:{IN_URL}@example.invalid/rows"
 # If it were ever rendered, the run would not end.
 HOSTILE_TEMPLATE = "{% for i in range(10**9) %}{% for j in range(10**9) %}{{ i }}{% endfor %}{% endfor %}"

@@ -152,7 +152,8 @@ def take_ten_seconds_per_step() -> None:
     stops.clock = SimpleNamespace(  # type: ignore[assignment]
         elapsed=lambda: now, awake=lambda: now, Longest=clock.Longest
     )
-    begin, original = stops.Control.__init__, Trainer.train_step
+    begin = stops.Control.__init__
+    original = Trainer.train_step
 
     def begin_now(self: stops.Control, **options: object) -> None:
         begin(self, **{**options, "started": None})  # type: ignore[arg-type]

@@ -230,7 +230,8 @@ def test_wandb_errors_are_reported_once_and_delay_no_step(
 ) -> None:
     import wandb
 
-    is_over, calls = threading.Event(), []
+    is_over = threading.Event()
+    calls = []
 
     def fail(run: object, *_: object, **__: object) -> None:
         calls.append(run)

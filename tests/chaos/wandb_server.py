@@ -36,7 +36,8 @@ class Run:
     def take(self, request: dict[str, Any]) -> None:
         """Write lines from an offset on, as the server does: a retry writes the same lines to the same place."""
         for name, piece in request.get("files", {}).items():
-            lines, offset = self.lines.setdefault(name, []), piece["offset"]
+            lines = self.lines.setdefault(name, [])
+            offset = piece["offset"]
             assert offset <= len(lines), f"lines {len(lines)} to {offset} of {name} never came"
             lines[offset : offset + len(piece["content"])] = piece["content"]
         if request.get("complete"):
@@ -87,7 +88,8 @@ class WandbServer:
                         time.sleep(0.05)
                     return
                 with server._lock:
-                    status, content = server.status, {}
+                    status = server.status
+                    content = {}
                     if status == 200:
                         try:
                             content = server._reply(self.path, body)

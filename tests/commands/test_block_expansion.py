@@ -110,7 +110,9 @@ def _quantize(model: nn.Module, train_type: str, old: list[int]) -> None:
 
 @pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
 def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[..., Path], tmp_path: Path) -> None:
-    folder, rows, held_out = expanded("qwen2", num_hidden_layers=4), make_rows(4, seed=3), make_rows(3, seed=2)
+    folder = expanded("qwen2", num_hidden_layers=4)
+    rows = make_rows(4, seed=3)
+    held_out = make_rows(3, seed=2)
     output = train_ok(
         2,
         tmp_path / "out",
@@ -144,7 +146,8 @@ def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[
     assert expected[-1] < expected[0] - 0.05
 
     # The base is as it was, to the bit; the new blocks are the trained ones, as their losses on it say.
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     new = {name for name in before if name.startswith(tuple(f"model.layers.{index}." for index in added))}
@@ -172,7 +175,8 @@ def test_new_blocks_with_experts_keep_their_published_names(expanded: Callable[.
         use_cpu_offload=True,
         **OPTIONS,
     )
-    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".experts.0.down_proj" in name for name in changed)

@@ -30,7 +30,8 @@ class Damage(NamedTuple):
     by: tuple[str, ...] = COMMANDS
 
     def do(self, folder: Path) -> None:
-        weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+        weights = folder / "adapter_model.safetensors"
+        config = folder / "adapter_config.json"
         tensors = {name: tensor for name, tensor in (load_file(weights) | self.tensors).items() if tensor is not None}
         save_file(tensors, weights)
         config.write_text(json.dumps(json.loads(config.read_text()) | self.config))
@@ -69,7 +70,9 @@ def run_all(argvs: list[list[str]]) -> int:
 
 
 def test_a_damaged_adapter_is_refused_by_name_by_every_command(models: Callable[..., Path], tmp_path: Path) -> None:
-    base, out = tmp_path / "models--owner--this" / "snapshots" / "0", tmp_path / "out"  # as in the hub's cache
+    # as in the hub's cache
+    base = tmp_path / "models--owner--this" / "snapshots" / "0"
+    out = tmp_path / "out"
     shutil.copytree(models(), base)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     good = make_adapter(base, tmp_path / "good", target_modules=["q_proj", "up_proj"])

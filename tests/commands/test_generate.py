@@ -107,7 +107,8 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
     asked = write_rows(tmp_path / "prompts.jsonl", rows)
     prompts = [(PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row) for row in rows]
     ends = end_at_different_places(base, expected(run, base, prompts))
-    tokens, tokenizer = expected(run, base, prompts), AutoTokenizer.from_pretrained(run)
+    tokens = expected(run, base, prompts)
+    tokenizer = AutoTokenizer.from_pretrained(run)
     assert len({len(answer) for answer in tokens}) > 1  # one rank, or row of a batch, goes on when others have ended
     # The token that ends an answer is no text, also where it is not a special one.
     answers = tokenizer.batch_decode([answer[: -1 if answer[-1] in ends else None] for answer in tokens])
@@ -134,7 +135,8 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
 def test_an_adapter_answers_alike_from_run_export_upload_and_hub(
     run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported, uploaded = tmp_path / "exported", tmp_path / "uploaded"
+    exported = tmp_path / "exported"
+    uploaded = tmp_path / "uploaded"
     assert main(["export", str(run), "--out", str(exported), "--model_name", str(base)]) == 0
     uploaded.mkdir()
     for name in json.loads((run / "result.json").read_text())["files"]:  # as --push_to_hub does
@@ -159,7 +161,8 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, t
     said = generate(1, tmp_path / "base", prompt="sort the", **common)
     assert said.endswith(f"{base} (lora, 1 process)\n{answer}\n") and "Self-test" not in said
     chat = generate(2, tmp_path / "chat", stdin="red\nblue\n", prompt_template="user_assistant", **common)
-    text, answers = "<s>User: red\nAssistant:", []
+    text = "<s>User: red\nAssistant:"
+    answers = []
     for following in ("</s>\nUser: blue\nAssistant:", ""):
         tokens = greedy(model, tokenizer, text, add_special_tokens=False)
         answers.append(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -39,7 +39,8 @@ def test_a_base_that_is_elsewhere_is_asked_for_before_anything_is_loaded(
 
 
 def test_a_services_checkpoint_is_read_with_the_services_options(models: Models, tmp_path: Path) -> None:
-    base, service = models("llama"), tmp_path / "service"
+    base = models("llama")
+    service = tmp_path / "service"
     checkpoint = service / "1f:train:0/weights/home"
     checkpoint.parent.mkdir(parents=True)
     _with_base(make_adapter(base, checkpoint), base.name)

@@ -96,14 +96,16 @@ def test_the_merged_model_computes_what_peft_does(
 ) -> None:
     family, sizes, options = KINDS[kind]
     base = models(family, **sizes)
-    adapter, out = make_adapter(base, tmp_path / "adapter", **options), tmp_path / "out"
+    adapter = make_adapter(base, tmp_path / "adapter", **options)
+    out = tmp_path / "out"
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     assert merge(adapter, "--output_dir", out, "--model_name", base) == 0
     expected = peft_logits(base, adapter)
     assert (expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))).abs().max() > 0.1
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged), expected, atol=1e-5, rtol=1e-5)
-    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    after = load_file(out / "model.safetensors")
     more = {"lm_head.weight"} if "tied" in kind and kind != "tied embeddings" else set()
     assert after.keys() == before.keys() | more
     assert {name: after[name].shape for name in before} == {name: value.shape for name, value in before.items()}
@@ -116,9 +118,11 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)
-    base, split = models("llama"), tmp_path / "split"
+    base = models("llama")
+    split = tmp_path / "split"
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(split, max_shard_size="100KB")
-    adapter, out = make_adapter(split, tmp_path / "adapter"), tmp_path / "out"
+    adapter = make_adapter(split, tmp_path / "adapter")
+    out = tmp_path / "out"
     assert merge("--adapter", adapter, "--out", out, "--dtype", "bf16") == 0  # the base that the adapter names
     index = [json.loads((path / "model.safetensors.index.json").read_text())["weight_map"] for path in (split, out)]
     assert index[0].keys() == index[1].keys() and len(set(index[1].values())) > 1
@@ -134,7 +138,9 @@ def test_a_model_in_several_files_is_merged_in_sixteen_bits(
 def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
     tied: bool, saved: list[str] | None, models: Models, tmp_path: Path
 ) -> None:
-    base, adapter, out = models("llama", tie_word_embeddings=tied), tmp_path / "adapter", tmp_path / "out"
+    base = models("llama", tie_word_embeddings=tied)
+    adapter = tmp_path / "adapter"
+    out = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(328)
     options = {"target_modules": ["q_proj"], "modules_to_save": saved, "task_type": "CAUSAL_LM"}
@@ -159,8 +165,11 @@ def test_embeddings_that_peft_saved_with_new_tokens_are_merged(
 def test_a_merge_into_the_dequantized_base_has_the_loss_of_the_run(
     options: dict[str, object], models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, held_out = write_rows(tmp_path / "rows.jsonl", make_rows(8)), make_rows(6, seed=1)
-    evaluated, run, out = write_rows(tmp_path / "held_out.jsonl", held_out), tmp_path / "run", tmp_path / "out"
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    held_out = make_rows(6, seed=1)
+    evaluated = write_rows(tmp_path / "held_out.jsonl", held_out)
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2, "num_epochs": 3}
     train_ok(2, run, eval_dataset=evaluated, batch_size=2, **common, **options)
     assert merge("--adapter", run, "--out", out, "--base", "dequantized") == 0
@@ -201,7 +210,8 @@ def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
 def test_merge_refuses_unsupported_runs_by_name(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, out = models("llama"), tmp_path / "out"
+    base = models("llama")
+    out = tmp_path / "out"
     adapter = make_adapter(base, tmp_path / "adapter")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "theirs").touch()
@@ -218,7 +228,8 @@ def test_merge_refuses_unsupported_runs_by_name(
 
 
 def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_path: Path) -> None:
-    adapter, out = make_adapter(models("llama"), tmp_path / "adapter"), tmp_path / "out"
+    adapter = make_adapter(models("llama"), tmp_path / "adapter")
+    out = tmp_path / "out"
     code = (
         "import time, sys\nfrom fsdp_qlora.utils.safetensors_files import PackedFiles\n"
         "PackedFiles.write = lambda *args: time.sleep(60)\n"

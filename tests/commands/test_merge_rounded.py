@@ -55,7 +55,8 @@ def test_an_adapter_is_merged_into_the_published_format(
 ) -> None:
     monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     is_mixture = form == "gpt_oss"
-    source, folder = models(form, **FAMILIES[form]) if is_mixture else models("llama"), tmp_path / "model"
+    source = models(form, **FAMILIES[form]) if is_mixture else models("llama")
+    folder = tmp_path / "model"
     (save_mxfp4 if is_mixture else FORMS[form])(source, folder)
     if is_mixture:
         kind = Mxfp4Config(dequantize=True)
@@ -63,7 +64,8 @@ def test_an_adapter_is_merged_into_the_published_format(
         base = {name: model.state_dict()[name].float() for name in load_file(source / "model.safetensors")}
     else:
         base = decode(folder)
-    adapter, out = make_adapter(source, tmp_path / "adapter", **(EXPERTS if is_mixture else {})), tmp_path / "out"
+    adapter = make_adapter(source, tmp_path / "adapter", **(EXPERTS if is_mixture else {}))
+    out = tmp_path / "out"
     assert merge("--adapter", adapter, "--out", out, "--model_name", folder, "--format", "same") == 0
     before, after = (load_file(path / "model.safetensors") for path in (folder, out))
     forms = [{name: (value.shape, value.dtype) for name, value in of.items()} for of in (before, after)]
@@ -75,7 +77,8 @@ def test_an_adapter_is_merged_into_the_published_format(
     if not is_mixture:
         check_effect(next(line for line in lines if "Rounded to" in line), base, merged, decode(out))
     # Without an update everything stays as it is, but for the signs of zeros.
-    nothing, same = scaled(adapter, tmp_path / "nothing", 0), tmp_path / "same"
+    nothing = scaled(adapter, tmp_path / "nothing", 0)
+    same = tmp_path / "same"
     assert merge("--adapter", nothing, "--out", same, "--model_name", folder, "--format", "same") == 0
     for name, value in load_file(same / "model.safetensors").items():
         assert torch.equal(numbers(name, value), numbers(name, before[name])), name
@@ -84,7 +87,8 @@ def test_an_adapter_is_merged_into_the_published_format(
 def test_what_cannot_stay_in_its_format_is_refused_by_name(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, adapter = models("llama"), make_adapter(models("llama"), tmp_path / "adapter")
+    source = models("llama")
+    adapter = make_adapter(models("llama"), tmp_path / "adapter")
     save_awq(source, tmp_path / "awq")
     for base, name in ((source, "16 or 32 bits"), (tmp_path / "awq", "AWQ")):
         argv = ["--adapter", adapter, "--out", tmp_path / "out", "--model_name", base, "--format", "same"]
@@ -105,7 +109,9 @@ def test_what_cannot_stay_in_its_format_is_refused_by_name(
 def test_an_update_that_rounding_takes_is_said_before_the_model_is_saved(
     form: str, factor: float, warning: str | None, models: Models, tmp_path: Path, lines: list[str]
 ) -> None:
-    source, folder, options = models("llama"), tmp_path / "model", []
+    source = models("llama")
+    folder = tmp_path / "model"
+    options = []
     if form == "nvfp4":
         FORMS[form](source, folder)
         options = ["--format", "same"]

@@ -26,7 +26,8 @@ UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_atte
 def test_the_saved_model_is_the_one_that_transformers_quantizes(
     quant_type: str, double_quant: bool, tied: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, out = models("llama", tie_word_embeddings=tied, **UNEVEN), tmp_path / "out"
+    source = models("llama", tie_word_embeddings=tied, **UNEVEN)
+    out = tmp_path / "out"
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)  # several files
     argv = ["--quant_type", quant_type, "--double_quant", str(double_quant).lower()]
     assert main(["quantize", str(source), "--out", str(out), *argv]) == 0
@@ -37,7 +38,8 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     common = {"dtype": torch.float32, "device_map": "cpu"}
     expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, **common)
     saved = AutoModelForCausalLM.from_pretrained(out, **common)
-    state, expected_state = saved.state_dict(), expected.state_dict()
+    state = saved.state_dict()
+    expected_state = expected.state_dict()
     assert state.keys() == expected_state.keys()
     for name, value in expected_state.items():
         if "quant_state" not in name:  # JSON, padded in ours
@@ -53,7 +55,8 @@ def test_saved_experts_train_as_the_weights_they_were_made_of(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
-    source, out = models(family, **FAMILIES[family]), tmp_path / "model"
+    source = models(family, **FAMILIES[family])
+    out = tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
     assert "training can load the saved model, transformers cannot" in caplog.text
@@ -70,7 +73,9 @@ def test_a_saved_published_format_is_the_one_of_its_library(
     form: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 4096)  # weights in several pieces
-    source, out, reference = models("llama"), tmp_path / "out", tmp_path / "reference"
+    source = models("llama")
+    out = tmp_path / "out"
+    reference = tmp_path / "reference"
     assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
     save_compressed(source, reference, "fp8 rows" if form == "fp8" else form, ignore=["lm_head"])
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, reference))
@@ -90,7 +95,8 @@ def test_a_saved_published_format_is_the_one_of_its_library(
     [("mxfp4", "qwen3_moe"), ("nvfp4", "llama"), pytest.param("fp8", "qwen3_moe", marks=pytest.mark.nightly)],
 )
 def test_a_saved_published_format_is_trained_as_it_is(form: str, family: str, models: Models, tmp_path: Path) -> None:
-    source, out = models(family, **FAMILIES.get(family, {})), tmp_path / "model"
+    source = models(family, **FAMILIES.get(family, {}))
+    out = tmp_path / "model"
     assert main(["quantize", str(source), "--out", str(out), "--format", form]) == 0
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "bf16"}
     train_ok(2, tmp_path / "ours", model_name=source, quant_type=form, **common)

@@ -222,7 +222,8 @@ def test_files_without_rows_are_refused_before_reading(prepare: Any, tmp_path: P
 
 
 def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
-    rows, tokens = 30_000, 100
+    rows = 30_000
+    tokens = 100
     learned = np.arange(rows * tokens) % 3 == 1
     offsets = np.arange(rows + 1, dtype=np.int64) * tokens
     tokenized = TokenizedRows(np.zeros(rows * tokens, np.int32), learned, offsets, np.arange(rows))

@@ -89,7 +89,9 @@ OPENING = re.compile(
 )
 SELF = "open_named itself, or what it has opened"
 CHECKED = "refuse_pipes or is_file has looked before, as the library opens it by its name"
-PACKAGE, KERNEL, OWN = "comes with the package", "of the kernel", "a run or a cache has written it, or writes it now"
+PACKAGE = "comes with the package"
+KERNEL = "of the kernel"
+OWN = "a run or a cache has written it, or writes it now"
 # Reason -> the functions that open something otherwise than by open_named.
 OTHERWISE = {
     SELF: """

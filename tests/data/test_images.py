@@ -31,7 +31,8 @@ from tests.parity.test_images import gemma3, make_multimodal, picture, png
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.quick
-SAY, PLACE = {"role": "assistant", "content": "go on"}, {"type": "image"}
+SAY = {"role": "assistant", "content": "go on"}
+PLACE = {"type": "image"}
 
 
 def ask(content: Any) -> list[dict[str, Any]]:
@@ -198,7 +199,8 @@ def test_cached_rows_are_rebuilt_if_an_image_changes(prepare: Any, tmp_path: Pat
 
 def damaged(seed: int) -> bytes:
     """An image of some format, whole or with some bytes that are others, too large or gone."""
-    choose, content = random.Random(seed), io.BytesIO()
+    choose = random.Random(seed)
+    content = io.BytesIO()
     kinds = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "TGA", "PCX", "EPS", "PDF", "SGI", "MPO")
     picture(40, 30, seed=seed).save(content, choose.choice(kinds))
     made = bytearray(content.getvalue())
@@ -212,7 +214,8 @@ def damaged(seed: int) -> bytes:
 
 @pytest.mark.nightly
 def test_damaged_images_are_bad_rows_and_start_or_fill_nothing(prepare: Any, tmp_path: Path, recwarn: Any) -> None:
-    started, hears = list[str](), [True]
+    started = list[str]()
+    hears = [True]
     kinds = ("subprocess.Popen", "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system")
     sys.addaudithook(lambda event, args: started.append(str(args[0])) if hears and event in kinds else None)
     rows = [{"messages": ask("<image>who?"), "images": [f"{seed}.bin"]} for seed in range(400)]

@@ -76,7 +76,8 @@ def tokens_of(
     kind: str, format_name: str, row: dict[str, Any], learn: str = "assistant", **chosen: Any
 ) -> tuple[list[str], list[int], tuple[str, ...]]:
     """The row's tokens, 1 for each that is learned, and the notes on the row."""
-    tokenizer, row_format = spelled_tokenizer(kind), FORMATS[format_name]
+    tokenizer = spelled_tokenizer(kind)
+    row_format = FORMATS[format_name]
     renderer = Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template, [WORKER])
     [rendered] = renderer.render(row_format.read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
@@ -123,7 +124,8 @@ def test_turns_of_weight_0_are_masked(tags: str, weight: dict[str, Any]) -> None
 
 
 def test_template_workers_render_rows_in_order() -> None:
-    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    tokenizer = spelled_tokenizer("byte_level")
+    row_format = FORMATS["messages"]
     rows: list[dict[str, Any]] = [{"messages": turns(f"hi {i}", f"go {i}")} for i in range(250)]
     rows[77] = {"messages": [{"role": "user", "content": "so"}]}
     found = []
@@ -142,7 +144,8 @@ def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
         tokens_of("byte_level", "messages", {"messages": CHAT["messages"][:length]}, "last", chat=rewriting)
         for length in (2, 4)
     ]
-    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    tokenizer = spelled_tokenizer("byte_level")
+    row_format = FORMATS["messages"]
     renderer = Renderer(tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template, [WORKER])
     rendered = renderer.render(row_format.read(CHAT))
     found = encode([(1, row) for row in rendered], tokenizer, 1000)
@@ -152,7 +155,8 @@ def test_turns_rewritten_later_by_a_template_become_own_rows() -> None:
 
 
 def test_rows_of_tool_chats_begin_with_the_tokens_of_their_prompts() -> None:
-    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    tokenizer = spelled_tokenizer("byte_level")
+    row_format = FORMATS["messages"]
     for name, messages in ((KEEPS, CALLING), (BEHIND, WORDS)):
         tokenizer.chat_template = TEMPLATES[name]
         renderer = Renderer(tokenizer, ChosenTemplate(), "assistant", row_format.template, [WORKER])

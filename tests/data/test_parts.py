@@ -106,7 +106,8 @@ def test_parts_of_no_known_meaning_are_refused_by_name(reason: str) -> None:
         read([ASK, BAD[reason], THINKS])
 
 
-DAY, PRICE = datetime.date(2026, 1, 2), decimal.Decimal("1.50")
+DAY = datetime.date(2026, 1, 2)
+PRICE = decimal.Decimal("1.50")
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 # In the order that tables of older pyarrow have.
 VALUES = {"at": MOMENT, "count": decimal.Decimal(2), "day": DAY, "ids": [DAY], "price": PRICE}

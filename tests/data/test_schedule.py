@@ -83,7 +83,8 @@ def test_ranks_get_equal_work_in_each_micro_batch() -> None:
 @pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) -> None:
-    context_length, room = 64, batch_size * 64
+    context_length = 64
+    room = batch_size * 64
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(2, context_length + 1, size=48)
         sizes = {"data_size": data_size, "batch_size": batch_size}
@@ -99,7 +100,8 @@ def test_packing_uses_the_fewest_micro_batches(data_size: int, batch_size: int) 
 
 
 def test_longest_micro_batch_is_the_one_with_most_computed_tokens() -> None:
-    schedule, lengths = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0), np.array([4096, 3900, 100])
+    schedule = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0)
+    lengths = np.array([4096, 3900, 100])
     for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):  # pairs that share a prompt
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
 

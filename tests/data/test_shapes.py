@@ -15,7 +15,8 @@ from tests.data.test_own_data import Rows, prepare, tokenizer
 
 __all__ = ["prepare", "tokenizer"]  # fixtures
 
-ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "go on"}
+ASK = {"role": "user", "content": "hi"}
+SAY = {"role": "assistant", "content": "go on"}
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 CALL = {"role": "assistant", "function_call": {"name": "go", "arguments": "{}"}}
 FUNCTION = {"name": "go", "description": "goes", "parameters": {}}
@@ -204,7 +205,8 @@ def test_a_long_text_is_several_rows_with_every_token_once(prepare: Any, tokeniz
     (tmp_path / "a.txt").write_text(f"{text}\nhi\n")
     whole, _ = prepare(tmp_path / "a.txt")
     data, log = prepare(tmp_path / "a.txt", context_length=64)
-    rows, (first, last) = data.train, whole.train.offsets[1:]
+    rows = data.train
+    (first, last) = whole.train.offsets[1:]
     pieces = [
         rows.input_ids[start:end].tolist() for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)
     ]

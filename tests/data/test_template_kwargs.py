@@ -25,8 +25,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<t></t>"
     "{% endif %}{% endif %}"
 )
-ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "go on"}
-OFF, HIGH = {"enable_thinking": False}, {"effort": "high"}
+ASK = {"role": "user", "content": "hi"}
+SAY = {"role": "assistant", "content": "go on"}
+OFF = {"enable_thinking": False}
+HIGH = {"effort": "high"}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,8 @@ def test_tables_and_other_names_give_the_same_variables(prepare: Any, tokenizer:
 
 
 def test_other_variables_are_other_rows_in_the_token_cache(prepare: Any, tmp_path: Path) -> None:
-    path, digests = tmp_path / "a.jsonl", []
+    path = tmp_path / "a.jsonl"
+    digests = []
     for kwargs in ({}, OFF, HIGH, OFF):
         data, _ = prepare(write_jsonl(path, [{"messages": [ASK, SAY], "chat_template_kwargs": kwargs}]))
         digests.append(data.train.digest)

@@ -69,7 +69,8 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS * 50)  # of many pages of memory
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
-    data, arrays = file.read_bytes(), load_file(file)
+    data = file.read_bytes()
+    arrays = load_file(file)
     file.unlink()  # the first call's rows are still mapped
     if damage == "foreign":
         save_file({"input_ids": np.zeros(3, dtype=np.int32)}, file)

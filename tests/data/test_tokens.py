@@ -47,7 +47,8 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
     for i, row in enumerate(ROWS):
         prompt, response = (segment.text for segment in render_alpaca(row))
         part = slice(*tokenized.offsets[i : i + 2])
-        ids, learned = tokenized.input_ids[part], tokenized.learned[part]
+        ids = tokenized.input_ids[part]
+        learned = tokenized.learned[part]
         assert tokenizer.decode(ids[~learned]) == "<s>" + prompt
         assert tokenizer.decode(ids[learned]) == response + "</s>"
         assert ids.tolist().count(tokenizer.eos_token_id) == 1
@@ -90,7 +91,8 @@ def test_truncation_is_counted_and_rows_without_room_are_rejected(
     path = write_jsonl(tmp_path / "rows.jsonl", [long_prompt, long_response, ROWS[2]])
     full, full_report = prepare(path, context_length=4096)
     assert full_report.num_truncated == 0
-    lengths, prompts = full.lengths.tolist(), (full.lengths - full.num_targets).tolist()
+    lengths = full.lengths.tolist()
+    prompts = (full.lengths - full.num_targets).tolist()
     context_length = prompts[0]  # the first prompt alone fills it
     assert lengths[2] < context_length < lengths[1]
     tokenized, report = prepare(path, context_length=context_length, max_bad_rows=0.5)

@@ -20,7 +20,9 @@ CHAT = (
     "{{{{ bos_token }}}}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{bot}"
     "{{% else %}}<user>{user}<end>\n{{% endif %}}{{% endfor %}}{end}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
 )
-BOT, USER, PROMPT = "<bot>{{ m.content }}<end>\n", "{{ m.content }}", "<bot>"
+BOT = "<bot>{{ m.content }}<end>\n"
+USER = "{{ m.content }}"
+PROMPT = "<bot>"
 REASONING = (
     "{% set text = m.content.split('</think>')[-1].lstrip() %}"
     "{% set thought = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip() "
@@ -208,7 +210,8 @@ RESULT = {"role": "tool", "content": "2"}
 SAYS = {"role": "assistant", "content": "it is 2"}
 CALLING = [TWO[0], thought("", tool_calls=[CALL]), RESULT, thought("it is 2")]
 WORDS = [TWO[0], {**SAYS, "content": "let me see", "tool_calls": [CALL]}, RESULT, SAYS]
-KEEPS, BEHIND = "keeps the reasoning of calls until the answer", "writes the words of a call behind its result"
+KEEPS = "keeps the reasoning of calls until the answer"
+BEHIND = "writes the words of a call behind its result"
 # name of the template, chat -> what is learned of each row. All are behind the prompts of apply_chat_template.
 BEHIND_PROMPTS: dict[tuple[str, str], tuple[Any, Any]] = {
     (KEEPS, "reasoning"): (CALLING, ["thinks:hm<end><bot>calls:add<call>", "thinks:hm<end><bot>says:it is 2<return>"]),

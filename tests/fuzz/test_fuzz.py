@@ -96,15 +96,18 @@ def as_parquet(rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
 def test_data_files(kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, is_text = str(models()), kind != ".parquet"
+    model = str(models())
+    is_text = kind != ".parquet"
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
 
     def case(rng: random.Random, place: Path) -> None:
-        name, content = f"rows{kind}", as_text(rng, kind) if is_text else as_parquet(rng)
+        name = f"rows{kind}"
+        content = as_text(rng, kind) if is_text else as_parquet(rng)
         if is_text and rng.random() < 0.2:  # small until it is unpacked
             at = rng.randrange(len(content) + 1)
             bomb = rng.choice([b"a", b"[", b'"', b'{"a":']) * (16 << 20)
-            name, content = f"{name}.gz", gzip.compress(content[:at] + bomb + content[at:], 1)
+            name = f"{name}.gz"
+            content = gzip.compress(content[:at] + bomb + content[at:], 1)
         (place / name).write_bytes(content if name.endswith(".gz") else damaged_bytes(rng, content))
         plan("--model_name", model, "--dataset", rng.choice([str(place), name]), "--max_bad_rows", "0.5")
 
@@ -203,7 +206,8 @@ def test_reads_of_a_run_folder_that_fail(
         shutil.copytree(finished / "run", run)
         shutil.copy(finished / "running.json", run / "status.json")
         before = sorted(run.rglob("*"))
-        number, healthy = rng.choice([errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES]), rng.randrange(8)
+        number = rng.choice([errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+        healthy = rng.randrange(8)
 
         def fails(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
             nonlocal healthy

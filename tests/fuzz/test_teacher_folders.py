@@ -52,7 +52,8 @@ def with_other_names(rng: random.Random, tensors: Tensors) -> Tensors:
 
 def in_another_order(rng: random.Random, tensors: Tensors) -> Tensors:
     """Of tokens, or of the outcomes of each: only the first can be learned from."""
-    axis, both = rng.choice([0, 1]), rng.random() < 0.5
+    axis = rng.choice([0, 1])
+    both = rng.random() < 0.5
     order = torch.tensor(rng.sample(range(len(tensors["ids"])), len(tensors["ids"])))
     if axis:
         order = torch.tensor(rng.sample(range(K), K))
@@ -110,7 +111,8 @@ def test_teachers_folders(options: Options, original: Path, tmp_path: Path) -> N
             rng, folder
         )
         told = read(options, folder)
-        ids, logps = told["teacher_ids"], told["teacher_logps"].double()
+        ids = told["teacher_ids"]
+        logps = told["teacher_logps"].double()
         assert ids.shape == (90, K) and logps.shape == (90, K + 1)
         assert all(len({*row}) == K and min(row) >= 0 and max(row) < 320 for row in ids.tolist())
         assert (logps <= 0).all() and (logps.exp().sum(dim=1) - 1).abs().max() < 0.03

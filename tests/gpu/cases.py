@@ -12,7 +12,9 @@ from safetensors.numpy import load_file, save_file
 from tests.tiny import make_model
 
 REFERENCE = Path(__file__).parent / "reference.json"
-MODEL, MOE, EXPANDED = "llama", "moe", "expanded"
+MODEL = "llama"
+MOE = "moe"
+EXPANDED = "expanded"
 STEPS = 4
 # Two micro-batches a step, so that gradients are added up too.
 COMMON: dict[str, Any] = {
@@ -21,7 +23,8 @@ COMMON: dict[str, Any] = {
     "recompute": "all",  # on a GPU auto would recompute none of models that small
 }  # fmt: skip
 # Adam amplifies the order of fp32 sums over the steps. bf16 and fp16 keep 8 and 11 bits of each number.
-FP32, HALF = 1e-4, 2e-2
+FP32 = 1e-4
+HALF = 2e-2
 # An activation next to the middle between two 8-bit values is rounded up on one device and down on the other.
 INT8 = 2e-3
 
@@ -119,7 +122,8 @@ def make_models(folder: Path) -> dict[str, Path]:
 
 def _draw_anew(folder: Path) -> None:
     """Draw a model's matrices by numpy: the numbers that torch draws depend on the processor's vector instructions."""
-    path, generator = folder / "model.safetensors", np.random.default_rng(0)
+    path = folder / "model.safetensors"
+    generator = np.random.default_rng(0)
     tensors = load_file(path)
     for name, values in tensors.items():
         if values.ndim > 1:

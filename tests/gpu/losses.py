@@ -65,7 +65,8 @@ def run_all(
     Returns:
         name -> the end of the process's output, empty where the run finished; its result is in `output_of`.
     """
-    left, failures = list(runs), {}
+    left = list(runs)
+    failures = {}
     while left:
         lines = [flags(**{**runs[name], "output_dir": output_of(folder, name)}) for name in left]
         folder.mkdir(parents=True, exist_ok=True)

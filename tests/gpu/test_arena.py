@@ -9,7 +9,8 @@ import torch
 from fsdp_qlora.sharding.host_memory import split_arena
 from tests.gpu.check import IS_STAND_IN, holds
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
+MIB = 2**20
 
 
 def test_sixteen_gib_are_registered_at_once_and_parts_are_pinned(record_property):

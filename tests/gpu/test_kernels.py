@@ -148,12 +148,14 @@ def test_hqq_weights_are_decoded_to_the_same_bits(shape, n_bits):
 
 @pytest.mark.parametrize("n_bits", [8, 4, 3, 2])
 def test_hqq_products_gradients_and_expert_slices_are_those_of_the_cpu(n_bits):
-    layer, experts = hqq((256, 128), n_bits), hqq((4, 64, 128), n_bits)
+    layer = hqq((256, 128), n_bits)
+    experts = hqq((4, 64, 128), n_bits)
     rows = {rows: _inputs(rows, 128, torch.float32) for rows in ROWS}
     expected = {count: _forward_and_gradient(layer, x) for count, x in rows.items()}
     x = _inputs(9, 64, torch.float32)
     slices = [experts.product(x, experts.expert(e)) for e in range(4)]
-    layer, experts = layer.to("cuda"), experts.to("cuda")
+    layer = layer.to("cuda")
+    experts = experts.to("cuda")
     for count, (y, gradient) in expected.items():
         found_y, found_gradient = _forward_and_gradient(layer, rows[count].cuda())
         same(found_y, y, tolerance=TOLERANCES[torch.float32])
@@ -179,7 +181,8 @@ def test_hqq_solved_on_a_gpu_decodes_to_the_weights_of_the_cpu():
 def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
     if threshold and not HAS_VALUES:
         pytest.skip("the stand-in finds a random number of outliers, more than fit its memory")
-    reference, layer = int8(shape, threshold), int8(shape, threshold, dtype).to("cuda")
+    reference = int8(shape, threshold)
+    layer = int8(shape, threshold, dtype).to("cuda")
     with torch.no_grad():
         same(layer.dequantize().float(), reference.dequantize(), tolerance=TOLERANCES[dtype])
     for rows in ROWS:
@@ -192,7 +195,8 @@ def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
 
 
 def test_int8_products_beyond_fp16_are_those_of_the_cpu():
-    reference, layer = int8((256, 128), 0.0, torch.bfloat16), int8((256, 128), 0.0, torch.bfloat16).to("cuda")
+    reference = int8((256, 128), 0.0, torch.bfloat16)
+    layer = int8((256, 128), 0.0, torch.bfloat16).to("cuda")
     x = (60_000 * torch.ones(128, 33)).bfloat16().T  # not contiguous
     weight_sums = reference.dequantize().float().sum(dim=1)
     expected = reference(x)
@@ -204,6 +208,7 @@ def test_int8_products_beyond_fp16_are_those_of_the_cpu():
 @pytest.mark.parametrize("shape", [(256, 128), (50, 96)])
 def test_a_full_decomposition_is_that_of_the_cpu(shape):
     weight = _weight(shape)
-    expected, found = principal_factors(weight, 8, 2.0), principal_factors(weight.cuda(), 8, 2.0)
+    expected = principal_factors(weight, 8, 2.0)
+    found = principal_factors(weight.cuda(), 8, 2.0)
     # A pair of vectors may change its sign; an H200 differs by 2e-5.
     same(found[1] @ found[0], expected[1] @ expected[0], tolerance=1e-4)

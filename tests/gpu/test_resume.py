@@ -10,7 +10,8 @@ from tests.gpu.check import same
 from tests.gpu.losses import output_of, run_all
 from tests.tiny import read_metrics
 
-STEPS, STOP = 6, 4
+STEPS = 6
+STOP = 4
 CASES = {
     "dropout": {"train_type": "qlora", "precision": "bf16", "lora_dropout": 0.1},
     "offloaded, 8 bits": {
@@ -24,7 +25,8 @@ CASES = {
 def runs(inputs, tmp_path_factory):
     """(whole runs, resumed ones): their folder, and what ended each. All of a kind in one process."""
     common = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_every": STOP, "deterministic": True}
-    whole, resumed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("resumed")
+    whole = tmp_path_factory.mktemp("whole")
+    resumed = tmp_path_factory.mktemp("resumed")
     failures = run_all({name: {**common, **CASES[name]} for name in CASES}, whole)
     again = {
         name: {**common, **CASES[name], "resume": checkpoint}

@@ -58,7 +58,8 @@ def images(tmp_path_factory):
 
     folder = make_multimodal(tmp_path_factory.mktemp("gemma3"), "gemma3")
     gemma3(folder)
-    chats, rows = make_chats(folder)[0], folder / "rows.jsonl"
+    chats = make_chats(folder)[0]
+    rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps(chats[number]) for number in (1, 1, 1, 1, 2, 3, 4, 5)) + "\n")
     return {"model_name": folder, "dataset": rows, "log_to": "stdout", "quant_cache": "off"}
 
@@ -86,7 +87,8 @@ def results_by_nccl(inputs, tmp_path_factory):
 
 @pytest.mark.parametrize("how", [name for name in CASES if "images" not in name])
 def test_two_ranks_have_the_losses_of_one(how, results):
-    case, result = CASES[how], results[how]
+    case = CASES[how]
+    result = results[how]
     if result.failure:
         pytest.fail(result.failure, pytrace=False)
     expected = read_reference()["losses"][case.same_as]
@@ -97,7 +99,8 @@ def test_two_ranks_have_the_losses_of_one(how, results):
 @pytest.mark.skipif(IS_STAND_IN, reason="the stand-in's NCCL joins the ranks of all other cases")
 @pytest.mark.parametrize("how", BY_NCCL)
 def test_two_ranks_joined_by_nccl_have_the_losses_of_one(how, results_by_nccl):
-    case, result = CASES[how], results_by_nccl[how]
+    case = CASES[how]
+    result = results_by_nccl[how]
     if result.failure:
         pytest.fail(result.failure, pytrace=False)
     assert result.losses == pytest.approx(read_reference()["losses"][case.same_as], rel=case.tolerance)
@@ -108,7 +111,8 @@ def test_two_ranks_joined_by_nccl_have_the_losses_of_one(how, results_by_nccl):
 def test_losses_of_images_are_those_of_fp32(how, results):
     if failure := results[how].failure:
         pytest.fail(failure, pytrace=False)
-    losses, exact = results[how].losses, results["images"].losses
+    losses = results[how].losses
+    exact = results["images"].losses
     assert len(losses) == 2
     holds(losses == pytest.approx(exact, rel=HALF) and 0 not in losses, f"{losses}, in fp32 {exact}")
 
@@ -117,7 +121,8 @@ def test_losses_of_images_are_those_of_fp32(how, results):
 def test_all_patterns_of_16_bits_survive_a_gather(apart, tmp_path):
     way = [] if apart else ["--backend", BACKEND]
     with started(["-m", "tests.gpu.programs.patterns", *way], tmp_path, ranks=2, apart=apart) as program:
-        statuses, output = program.wait(240), program.output()
+        statuses = program.wait(240)
+        output = program.output()
     assert "words changed" in output, output[-4000:]
     holds(statuses == [0, 0], output[-4000:])
 
@@ -128,7 +133,8 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(inputs, tmp_path):
     with started([*PROGRAM, "--", *endless], tmp_path / "logs", ranks=2) as program:
         wait_for_step(program, tmp_path / "out", 2)
         program.kill(1)
-        statuses, output = program.wait(SECONDS), program.output()
+        statuses = program.wait(SECONDS)
+        output = program.output()
     # A closed connection ends it at once; NCCL waits, and the watchdog says it after 30 s.
     assert statuses[0] in (1, 5) and statuses[1] == -signal.SIGKILL, (statuses, output[-4000:])
     assert "The connection to another rank was lost" in output or "Rank 1 has sent no heartbeat" in output
@@ -142,7 +148,8 @@ def test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks(ranks, inputs
     began = time.monotonic()
     program = [*PROGRAM, "--memory_mib", 24, "--", *arguments]
     with started(program, tmp_path / "logs", ranks=ranks) as start:
-        statuses, output = start.wait(2 * SECONDS), start.output()
+        statuses = start.wait(2 * SECONDS)
+        output = start.output()
     assert all(status == 1 for status in statuses), (statuses, output[-4000:])
     assert "ran out of GPU memory" in output, output[-4000:]
     assert "What helps: a smaller --batch_size" in output

@@ -22,7 +22,8 @@ def test_the_models_are_those_of_the_reference(folders):
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_the_cpu(name, results):
-    case, result = CASES[name], results[name]
+    case = CASES[name]
+    result = results[name]
     if result.failure:
         pytest.fail(result.failure, pytrace=False)
     assert len(result.losses) == STEPS

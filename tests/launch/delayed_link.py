@@ -15,7 +15,10 @@ import sys
 import time
 from collections import deque
 
-_SET_INTERFACE, _TUN, _PLAIN = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h: TUNSETIFF, IFF_TUN, IFF_NO_PI
+# linux/if_tun.h: TUNSETIFF, IFF_TUN, IFF_NO_PI
+_SET_INTERFACE = 0x400454CA
+_TUN = 0x0001
+_PLAIN = 0x1000
 
 
 def _open_end(namespace: str) -> int:

@@ -69,9 +69,11 @@ def test_schedulers_restart_only_runs_that_can_still_finish() -> None:
 
 def test_the_pods_of_the_kubernetes_job_find_each_other_and_their_image() -> None:
     parts = kubernetes()
-    job, name = parts["Job"]["spec"], parts["Service"]["metadata"]["name"]
+    job = parts["Job"]["spec"]
+    name = parts["Service"]["metadata"]["name"]
     pod = job["template"]["spec"]
-    container, words = pod["containers"][0], train_command("kubernetes.yaml")
+    container = pod["containers"][0]
+    words = train_command("kubernetes.yaml")
     value = dict(itertools.pairwise(words))
     assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == int(value["--nnodes"])
     assert pod["subdomain"] == name and value["--master_addr"] == f"{parts['Job']['metadata']['name']}-0.{name}"
@@ -114,7 +116,8 @@ def test_the_kubernetes_parts_are_valid_by_the_published_schema() -> None:
 
 @pytest.mark.nightly
 def test_skypilot_accepts_the_task() -> None:
-    schemas, jsonschema = pytest.importorskip("sky.utils.schemas"), pytest.importorskip("jsonschema")
+    schemas = pytest.importorskip("sky.utils.schemas")
+    jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(read("skypilot.yaml"), schemas.get_task_schema())
     jsonschema.validate(read("skypilot.yaml")["resources"], schemas.get_resources_schema())
 

@@ -30,7 +30,8 @@ class _Alone:
         rank = 0
 
     class heartbeat:
-        step, phase = 6, "compute"
+        step = 6
+        phase = "compute"
 
     @property
     def presence(self) -> "_Alone":

@@ -22,7 +22,8 @@ def _groups_of_two_machines() -> int:
     ranks = Ranks(rank, rank % 2, 4, 2, CPU)
     start_process_group(ranks, timeout_minutes=77)
     assert join_context(ranks, 4).group is dist.group.WORLD
-    mesh, context = build_mesh(ranks, sharding_strategy="hybrid_full_shard"), join_context(ranks, 2)
+    mesh = build_mesh(ranks, sharding_strategy="hybrid_full_shard")
+    context = join_context(ranks, 2)
     assert context.group is not None
     groups = [*mesh.get_all_groups(), context.group]
     assert {dist.get_world_size(group) for group in groups} == {2}

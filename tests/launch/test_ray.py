@@ -31,7 +31,8 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(addres
     write_rows(tmp_path / "rows.jsonl", make_rows(64))
     options |= {"precision": "fp32", "batch_size": 2, "lr_scheduler": "constant", "num_epochs": 1000, "max_steps": 60}
     options |= {"save_every": 1, "sharding_strategy": "full_shard", "quant_cache": "off", "log_to": "jsonl"}
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    whole = tmp_path / "whole"
+    pieces = tmp_path / "pieces"
 
     def start(out: Path) -> "subprocess.Popen[bytes]":
         command = [sys.executable, ROOT / "scripts/cluster/ray_train.py", "2", *flags(**options, output_dir=out)]
@@ -40,7 +41,8 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_with_the_same_bytes(addres
             return subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
 
     assert start(whole).wait(SECONDS) == 0, Path(f"{whole}.log").read_text()[-3000:]
-    run, end = start(pieces), time.monotonic() + SECONDS
+    run = start(pieces)
+    end = time.monotonic() + SECONDS
     while not (pieces / "metrics.jsonl").exists() or len(read_metrics(pieces)) < 5:
         assert run.poll() is None and time.monotonic() < end, Path(f"{pieces}.log").read_text()[-3000:]
         time.sleep(0.05)

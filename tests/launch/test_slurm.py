@@ -48,7 +48,8 @@ class Slurm:
     """slurmctld on the first node, slurmd on both."""
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
-        self.nodes, self.folder = nodes, folder
+        self.nodes = nodes
+        self.folder = folder
         self.daemons: list[subprocess.Popen[bytes]] = []
         for node in range(2):
             (folder / f"n{node}").mkdir(parents=True)
@@ -141,7 +142,8 @@ def wait_for_step(out: Path, step: int) -> None:
 
 
 def test_a_preempted_job_is_queued_again_and_ends_with_the_same_bytes(slurm: Slurm, tmp_path: Path) -> None:
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    whole = tmp_path / "whole"
+    pieces = tmp_path / "pieces"
     options = run_options(tmp_path, max_steps=60)
     slurm.submit(whole, **options)
     assert "Between 2 nodes" in slurm.finish(whole)
@@ -161,7 +163,9 @@ def test_bad_input_is_not_queued_again(slurm: Slurm, tmp_path: Path) -> None:
 
 
 def test_a_job_is_queued_again_before_its_time_is_over(slurm: Slurm, tmp_path: Path) -> None:
-    out, began, log = tmp_path / "out", time.monotonic(), tmp_path / "out.log"
+    out = tmp_path / "out"
+    began = time.monotonic()
+    log = tmp_path / "out.log"
     job = slurm.submit(out, "--time=60", "--signal=TERM@150", **run_options(tmp_path, max_steps=100_000))
     wait_for_step(out, 5)
     minutes = 2 + int(time.monotonic() - began) // 60  # between one and two minutes from now

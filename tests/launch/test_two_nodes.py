@@ -55,13 +55,15 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
     fill(nodes)
     sent = {}
     for steps in (4, 12):
-        before, out = nodes.bytes_sent(), nodes.disk / f"out{steps}"
+        before = nodes.bytes_sent()
+        out = nodes.disk / f"out{steps}"
         nodes.start(
             flags(**options(nodes.disk, steps, strategy, 2 * per_node), output_dir=out, **ON_NODES), per_node=per_node
         )
         assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
         sent[steps] = [after - already for already, after in zip(before, nodes.bytes_sent(), strict=True)]
-    losses, expected = read_metrics(nodes.disks[0] / "out12"), on_one_node(nodes, tmp_path / "one", 12)
+    losses = read_metrics(nodes.disks[0] / "out12")
+    expected = on_one_node(nodes, tmp_path / "one", 12)
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 12
     assert (nodes.disks[0] / "out12/adapter_model.safetensors").exists() and not (nodes.disks[1] / "out12").exists()
     planned = re.search(r"Between 2 nodes: each sends about ([\d.]+) (KiB|MiB) per step", nodes.output(0))

@@ -20,7 +20,8 @@ from tests.tiny import ROOT
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29400
-_MBIT, _MILLISECONDS = 100, 20
+_MBIT = 100
+_MILLISECONDS = 20
 
 
 def why_not() -> str | None:
@@ -44,14 +45,16 @@ class Nodes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.disk, self.disks = folder / "disk", [folder / f"node{node}" for node in range(2)]
+        self.disk = folder / "disk"
+        self.disks = [folder / f"node{node}" for node in range(2)]
         for path in (self.disk, *self.disks):
             path.mkdir(parents=True)
         self.spaces = [f"fq{os.getpid()}n{node}" for node in range(2)]
         self.logs = [path / "log" for path in self.disks]
         self.agents: list[subprocess.Popen[bytes]] = []
         self.link: subprocess.Popen[bytes] | None = None
-        self.torchrun, self.rendezvous = ["--nnodes", "2"], ""
+        self.torchrun = ["--nnodes", "2"]
+        self.rendezvous = ""
 
     def up(self) -> None:
         for space in self.spaces:

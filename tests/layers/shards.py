@@ -30,7 +30,8 @@ class LargestTensor(TorchDispatchMode):
     def __init__(self, namespace: str = "") -> None:
         """namespace: of the operations; empty for all."""
         super().__init__()
-        self.namespace, self.elements = namespace, 0
+        self.namespace = namespace
+        self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

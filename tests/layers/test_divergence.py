@@ -50,7 +50,9 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
     tolerance = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     for form in FORMS:
-        parts, states, targets = parts_of_a_head(dtype), teacher_states().to(dtype), targets_of_tokens()
+        parts = parts_of_a_head(dtype)
+        states = teacher_states().to(dtype)
+        targets = targets_of_tokens()
         exact = [part.detach().double().requires_grad_() for part in parts]
         student, of_teacher = (
             whole_logits([hidden, *exact[1:]], form).log_softmax(-1) for hidden in (exact[0], states.double())
@@ -61,7 +63,9 @@ def test_divergence_and_gradients_are_those_of_whole_logits(
             found = likeliest_tokens(states, *parts[1:], form, WANTED, WholeVocabulary(VOCABULARY)).T
             ids = of_teacher.topk(K).indices if dtype == torch.float32 else found[:, :K].long()
             assert dtype != torch.float32 or torch.equal(found[:, :K].long(), ids)
-            student, of_teacher, best = grouped(student, ids), grouped(of_teacher, ids), ids[:, 0]
+            student = grouped(student, ids)
+            of_teacher = grouped(of_teacher, ids)
+            best = ids[:, 0]
             torch.testing.assert_close(found[:, K:].double(), of_teacher, rtol=tolerance, atol=10 * tolerance)
             teacher = Teacher(beta, ids=ids, logps=of_teacher.float())
         agree = whole_logits(exact, form).argmax(-1) == best

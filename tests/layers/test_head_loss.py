@@ -23,7 +23,9 @@ from tests.layers.shards import LargestTensor
 from tests.tiny import on_ranks
 
 Models = Callable[..., Path]
-TOKENS, HIDDEN, VOCABULARY = 50, 32, 700
+TOKENS = 50
+HIDDEN = 32
+VOCABULARY = 700
 FORMS = [LogitForm(), LogitForm(scale=0.125), LogitForm(cap=5.0), LogitForm(scale=2.0, cap=3.0)]
 WARM = [LogitForm(temperature=0.7), LogitForm(scale=2.0, cap=3.0, temperature=1.5)]
 
@@ -75,7 +77,8 @@ def test_token_losses_entropies_and_weighted_gradients_are_right(
 ) -> None:
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
     parts = parts_of_a_head()
-    factors, targets = torch.linspace(-1, 2, TOKENS), targets_of_tokens()
+    factors = torch.linspace(-1, 2, TOKENS)
+    targets = targets_of_tokens()
     hidden, weight, bias = (part.detach() for part in parts)
     exact = hidden.double().requires_grad_()
     logits = F.linear(exact, weight.double(), bias.double()) * form.scale
@@ -98,7 +101,8 @@ def test_chunked_loss_allocates_at_most_one_chunk_of_logits(
     tokens = 8
     monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", tokens * VOCABULARY * 4)
     hidden, weight, bias = parts_of_a_head()
-    weight, bias = weight.detach(), bias.detach()
+    weight = weight.detach()
+    bias = bias.detach()
     assert tokens < HIDDEN  # the weight's transpose is larger than a chunk
     kept: list[int] = []
     with (

@@ -72,7 +72,10 @@ class OtherNorm(nn.Module):
 
     def __init__(self, power: float, weight_power: float) -> None:
         super().__init__()
-        self.weight, self.power, self.weight_power, self.eps = nn.Parameter(torch.ones(16)), power, weight_power, 1e-6
+        self.weight = nn.Parameter(torch.ones(16))
+        self.power = power
+        self.weight_power = weight_power
+        self.eps = 1e-6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean = x.float().abs().pow(self.power).mean(-1, keepdim=True)
@@ -84,8 +87,11 @@ class OtherMlp(nn.Module):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
-        self.act, self.factor = nn.SiLU(), factor
+        self.a = nn.Linear(8, 24)
+        self.b = nn.Linear(8, 24)
+        self.c = nn.Linear(24, 8)
+        self.act = nn.SiLU()
+        self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(self.a(x) * self.act(self.b(x)) * self.factor)

@@ -23,7 +23,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "16 or 32 bits": ("", {}),
 }
 ONE_RANK: Any = {"shard": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
-IN, OUT, RANK, SCALING = 128, 96, 4, 1.5
+IN = 128
+OUT = 96
+RANK = 4
+SCALING = 1.5
 
 
 def adapted(kind: str, *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, size: int = OUT) -> LoraLinear:
@@ -71,14 +74,16 @@ def tokens() -> torch.Tensor:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_lora_product_matches_separate_base_and_adapter(kind: str, checkpointed: bool) -> None:
-    layer, x = adapted(kind), tokens()
+    layer = adapted(kind)
+    x = tokens()
     output = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
     assert_near(results(output, x, layer), results(in_parts(layer, x), x, layer))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "hqq"])
 def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = adapted(kind, size=300), tokens()
+    layer = adapted(kind, size=300)
+    x = tokens()
     expected = results(layer(x), x, layer)
     monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
     assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.whole)] == [0, 128, 256]
@@ -91,16 +96,19 @@ def test_decoding_a_matrix_in_parts_gives_the_same_products(kind: str, monkeypat
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
 def test_autocast_computes_in_16_bits_and_gives_gradients_in_32(kind: str) -> None:
-    layer, x = adapted(kind, dtype=torch.bfloat16), tokens()
+    layer = adapted(kind, dtype=torch.bfloat16)
+    x = tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = results(layer(x), x, layer), results(in_parts(layer, x), x, layer)
+        found = results(layer(x), x, layer)
+        expected = results(in_parts(layer, x), x, layer)
     assert [each.dtype for each in found] == [torch.bfloat16, *[torch.float32] * 3]
     assert_near(found, expected, 1e-2)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed: bool) -> None:
-    layer, x = adapted("nf4", dropout=0.25), tokens()
+    layer = adapted("nf4", dropout=0.25)
+    x = tokens()
     torch.manual_seed(5)
     dropped = Dropout.draw(0.25)(x)
     zeros = (dropped == 0).float().mean().item()
@@ -114,7 +122,8 @@ def test_dropout_mask_is_equal_in_forward_recompute_and_backward(checkpointed: b
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> None:
-    layer, x = adapted("nf4", dropout=dropout), tokens()
+    layer = adapted("nf4", dropout=dropout)
+    x = tokens()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(x)
@@ -125,7 +134,8 @@ def test_lora_saves_only_the_input_and_the_low_rank_product(dropout: float) -> N
 def test_backward_decodes_weights_again_and_skips_the_last_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = adapted("nf4", size=IN), adapted("nf4")
+    first = adapted("nf4", size=IN)
+    second = adapted("nf4")
     products: list[str] = []
     for name in ("multiply", "multiply_grad"):
         original = getattr(type(first.base_layer), name)

@@ -18,7 +18,8 @@ from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 def test_noise_is_as_large_as_the_length_of_a_row_says(dtype: torch.dtype) -> None:
     lengths = torch.tensor([40.0] * 40 + [10.0] * 10)[:, None]
     forward: Any = SimpleNamespace(model=SimpleNamespace(training=True), neftune_alpha=5.0, _lengths=lengths)
-    output, hidden = torch.zeros(1, 50, 64, dtype=dtype), 64
+    output = torch.zeros(1, 50, 64, dtype=dtype)
+    hidden = 64
     noise = ForwardPass._add_noise(forward, torch.nn.Identity(), (), output)
     assert noise.dtype == dtype
     for rows, length in ((noise[:, :40], 40), (noise[:, 40:], 10)):

@@ -16,7 +16,8 @@ from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_b
 from tests.layers.test_routed import build
 from tests.tiny import PROBE
 
-SIZE, BLOCKS = 8, 4
+SIZE = 8
+BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -111,8 +112,11 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
     for parameter, place in zip(frozen, places, strict=True):
         parameter.data = place.view(torch.float32).view(parameter.shape).copy_(parameter.data)
     on_host = [parameter.data_ptr() for parameter in frozen]
-    streams, copied, most = [], [], 0
-    made, prefetch = weight_stream._WeightStream.__init__, weight_stream._Part.prefetch
+    streams = []
+    copied = []
+    most = 0
+    made = weight_stream._WeightStream.__init__
+    prefetch = weight_stream._Part.prefetch
 
     def make(self: weight_stream._WeightStream, *args: object) -> None:
         made(self, *args)  # type: ignore[arg-type]
@@ -147,15 +151,18 @@ def test_weight_prefetch_keeps_two_modules_on_the_device(recomputed: int, monkey
 @pytest.mark.quick
 def test_only_the_experts_that_a_token_chose_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = build("qwen3_moe", "qlora", adapted=True)
-    token, blocks = PROBE[:1, :1], find_blocks(model)
+    token = PROBE[:1, :1]
+    blocks = find_blocks(model)
     with torch.no_grad():
-        expected, all_expected = model(input_ids=token).logits, model(input_ids=PROBE).logits
+        expected = model(input_ids=token).logits
+        all_expected = model(input_ids=PROBE).logits
     for block in blocks:
         frozen = [parameter for parameter in block.parameters() if not parameter.requires_grad]
         places = split_arena([parameter.nbytes for parameter in frozen], pinned=False)
         for parameter, place in zip(frozen, places, strict=True):
             parameter.data = place.view(parameter.dtype).view(parameter.shape).copy_(parameter.data)
-    bring, brought = weight_stream._Part.bring, []
+    bring = weight_stream._Part.bring
+    brought = []
 
     def note(self: weight_stream._Part, layer: QuantizedExperts, experts: list[int]) -> None:
         bring(self, layer, experts)

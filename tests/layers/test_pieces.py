@@ -26,7 +26,9 @@ from tests.layers.test_lora_product import IN, adapted, assert_near
 
 pytestmark = pytest.mark.quick
 
-TOKENS, PIECE = 45, 8  # the last of six pieces is shorter
+# the last of six pieces is shorter
+TOKENS = 45
+PIECE = 8
 
 
 class Block(nn.Module):
@@ -79,7 +81,8 @@ def test_chunking_changes_no_value_gradient_or_dropout_mask(
 
 
 def test_chunking_supports_inputs_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    block, x = Block(), torch.randn(TOKENS, IN)
+    block = Block()
+    x = torch.randn(TOKENS, IN)
     y = block(x)
     expected = torch.autograd.grad(y.sum(), block.mlp.up.lora.lora_A.weight)
     monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
@@ -104,7 +107,8 @@ class Counts(TorchDispatchMode):
 
 
 def test_a_recomputed_block_decodes_weights_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, found = torch.randn(TOKENS, IN), []
+    x = torch.randn(TOKENS, IN)
+    found = []
     for size in (TOKENS, PIECE):
         monkeypatch.setattr(pieces, "PIECE_TOKENS", size)
         with Counts() as plain:
@@ -123,7 +127,8 @@ def test_mlps_of_all_layouts_are_chunked_and_keep_their_names(
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = CONFIG_MAPPING[model_type](**sizes, num_key_value_heads=2, vocab_size=64, pad_token_id=0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    names, ids = [name for name, _ in model.named_parameters()], torch.arange(24)[None]
+    names = [name for name, _ in model.named_parameters()]
+    ids = torch.arange(24)[None]
     expected = model(ids).logits
     fuse_modules(model)
     [mlp] = [module for module in model.modules() if isinstance(module, Mlp)]
@@ -137,7 +142,9 @@ class Other(nn.Module):
 
     def __init__(self, shift: int) -> None:
         super().__init__()
-        self.up, self.down, self.shift = nn.Linear(8, 24), nn.Linear(24, 8), shift
+        self.up = nn.Linear(8, 24)
+        self.down = nn.Linear(24, 8)
+        self.shift = shift
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(torch.relu(self.up(x) + self.up(x.roll(self.shift, dims=1))))
@@ -159,7 +166,8 @@ def test_chunking_is_used_for_long_rows_and_wide_mlps() -> None:
 
 def test_blocks_that_keep_activations_are_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_TOKENS", PIECE)
-    block, calls = Block(), Counter[str]()
+    block = Block()
+    calls = Counter[str]()
     assert isinstance(block.mlp.down, LoraLinear)
     block.mlp.down.register_forward_hook(lambda *_: calls.update(["down"]))
     for keeps, number in ((True, 1), (False, 6)):

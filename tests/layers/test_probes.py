@@ -10,7 +10,9 @@ from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute, wrap
 
 pytestmark = pytest.mark.quick
 
-BLOCKS, EACH, START = 8, 10, 100
+BLOCKS = 8
+EACH = 10
+START = 100
 
 
 class Block(nn.Module):
@@ -37,7 +39,11 @@ class FakeMemory:
     pass of the first block with recompute those of none lie beside `block`."""
 
     def __init__(self, model: nn.Module, *, total: int, head: int, block: int, grows: int = 0) -> None:
-        self.model, self.total, self.head, self.block, self.grows = model, total, head, block, grows
+        self.model = model
+        self.total = total
+        self.head = head
+        self.block = block
+        self.grows = grows
         self.tried: list[int] = []
 
     def _keeping(self) -> int:

@@ -144,7 +144,8 @@ def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_siz
             expected["nested_absmax"] = state.state2.absmax
             assert all(torch.equal(part["absmax_offset"], state.offset) for part in parts)
         for name, value in expected.items():
-            value, joined = value.reshape(-1).view(torch.uint8), torch.cat([part[name] for part in parts])
+            value = value.reshape(-1).view(torch.uint8)
+            joined = torch.cat([part[name] for part in parts])
             assert torch.equal(joined[: len(value)], value), (shape, name)
             assert not joined[len(value) :].any()
         decoded = bnb.functional.dequantize_4bit(codes, state).to(dtype)
@@ -202,7 +203,8 @@ def test_quantized_product_and_gradient_match_the_decoded_weight(kind: str, shap
 
 @pytest.mark.parametrize(("kind", "threshold"), [("int8", 6.0), ("int8 without outliers", 0.0)])
 def test_int8_matches_bitsandbytes_for_each_token_alone(kind: str, threshold: float) -> None:
-    shape, bias = (96, 128), torch.randn(96)
+    shape = (96, 128)
+    bias = torch.randn(96)
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
     theirs = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False, threshold=threshold)
@@ -210,7 +212,9 @@ def test_int8_matches_bitsandbytes_for_each_token_alone(kind: str, threshold: fl
     theirs.bias = nn.Parameter(bias.clone())
     theirs.to("cpu").eval()  # its training mode does not round activations on the CPU
     x = torch.randn(10, 128)
-    x[3, 5], x[3, 7], x[8, 5] = 40.0, -9.0, 7.0
+    x[3, 5] = 40.0
+    x[3, 7] = -9.0
+    x[8, 5] = 7.0
     alone = torch.cat([theirs(token) for token in x.split(1)])
     assert relative_error(layer(x), alone.double()) < 1e-6
     # Together it takes columns 5 and 7 in full for every token: the same where none is an outlier.
@@ -227,7 +231,8 @@ def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtyp
     assert counts.keys() == {"codes", "statistics"}
     assert 0.9 * LIMITS[kind] < sum(part.total for part in counts.values()) / num_weights <= LIMITS[kind]
     # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero. int8: float32 a row.
-    of_nf4, of_rows = num_weights // 64 + num_weights // 2**14 * 4, 1024 * 4
+    of_nf4 = num_weights // 64 + num_weights // 2**14 * 4
+    of_rows = 1024 * 4
     known = {"nf4": of_nf4, "int8": of_rows, "fp8": of_rows, "mxfp4": num_weights // 32, "nvfp4": num_weights // 16 + 4}
     statistics = known.get(kind, num_weights // 16)
     assert counts["statistics"].total == statistics
@@ -269,7 +274,8 @@ OF_MATRICES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", OF_MATRICES)
 def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
-    (quantizer, options), shape = OF_MATRICES[kind], (5, 32, 64)
+    (quantizer, options) = OF_MATRICES[kind]
+    shape = (5, 32, 64)
     parameter = nn.Parameter(torch.empty(shape, device="meta"))
     experts = QUANTIZERS[quantizer].experts
     assert experts is not None
@@ -284,7 +290,8 @@ def test_matrices_are_decoded_as_parts_of_the_whole(kind: str) -> None:
     assert whole.isfinite().all() and whole.unique().numel() > 9
     size = 32 * 64
     for chosen in ([0, 1, 2, 3, 4], [1, 2], [3], [0, 3], [1, 2, 4]):
-        first, count = chosen[0], chosen[-1] + 1 - chosen[0]
+        first = chosen[0]
+        count = chosen[-1] + 1 - chosen[0]
         among = None if count == len(chosen) else (torch.tensor(chosen) - first, count)
         found = layer.dequantize(Matrix((len(chosen), 32, 64), first * size, among=among))
         assert torch.equal(found, whole[chosen]), chosen

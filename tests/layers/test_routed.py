@@ -91,7 +91,8 @@ def with_updates(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, to
     for path, module in model.named_modules():
         if isinstance(module, LoraExperts):
             for name, lora in module.lora.items():
-                key, num_experts = f"{canonical_name(path)}.{name}", lora.num_experts
+                key = f"{canonical_name(path)}.{name}"
+                num_experts = lora.num_experts
                 lora_A = lora.lora_A.weight.reshape(num_experts, -1, lora.lora_A.weight.shape[1])
                 lora_B = lora.lora_B.weight.reshape(lora.lora_B.weight.shape[0], -1, num_experts)
                 swapped = getattr(plain.get_submodule(canonical_name(path)), "is_transposed", False)
@@ -134,7 +135,8 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_ty
     model, _ = build(family, train_type, adapted=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules = [module for module in model.modules() if hasattr(module, "group_bytes")]
-    found, launched = [], []
+    found = []
+    launched = []
     for size in (0, group_bytes):
         for module in modules:
             module.group_bytes = size
@@ -149,7 +151,8 @@ def test_groups_of_experts_compute_what_one_at_a_time_does(family: str, train_ty
 
 @pytest.mark.parametrize("train_type", ["qlora", "hqq_lora", "lora"])
 def test_a_group_takes_as_many_operators_whatever_its_experts(train_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, counts = torch.randint(SIZES["vocab_size"], (16, 64), generator=torch.Generator().manual_seed(0)), []
+    rows = torch.randint(SIZES["vocab_size"], (16, 64), generator=torch.Generator().manual_seed(0))
+    counts = []
     for experts in (4, 16):
         monkeypatch.setitem(CASES["qwen3_moe"], "num_experts", experts)
         model, _ = build("qwen3_moe", train_type, adapted=True)
@@ -162,13 +165,16 @@ def test_a_group_takes_as_many_operators_whatever_its_experts(train_type: str, m
 
 
 def test_outputs_of_a_tokens_experts_are_added_in_float32() -> None:
-    experts, tokens, size = 8, 64, 32
+    experts = 8
+    tokens = 64
+    size = 32
     own = torch.randn(experts, tokens, size, generator=torch.Generator().manual_seed(0)).bfloat16()
     ends = [tokens * (n + 1) for n in range(experts)]
     choices = Choices(torch.arange(tokens).repeat(experts), ends, torch.tensor(ends, dtype=torch.int32))
     module = nn.Module()
     module.down_proj = nn.Parameter(torch.eye(size).expand(experts, size, size).bfloat16(), requires_grad=False)
-    shares, sums = torch.full((experts * tokens,), 1 / 8).bfloat16(), torch.empty(tokens, size).bfloat16()
+    shares = torch.full((experts * tokens,), 1 / 8).bfloat16()
+    sums = torch.empty(tokens, size).bfloat16()
     found = routed._multiply(module, "down_proj", own.flatten(0, 1), choices, shares=shares, sums=sums)
     assert torch.equal(found, own.double().mean(dim=0).bfloat16())  # rounded once
 

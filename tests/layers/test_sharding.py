@@ -30,7 +30,8 @@ def options(model: Path, folder: Path, **changed: object) -> list[str]:
 def _train_and_look(argv: list[str], frozen_is_sharded: bool) -> int:
     import train
 
-    has_arguments, kinds = set(), set()
+    has_arguments = set()
+    kinds = set()
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(module, FSDPModule) and isinstance(module, PreTrainedModel):
@@ -75,7 +76,8 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     import train
     from fsdp_qlora.training import trainer
 
-    events, train_step = [], trainer.Trainer.train_step
+    events = []
+    train_step = trainer.Trainer.train_step
 
     def step(self: Any, rows: StepRows) -> dict[str, Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -157,7 +159,9 @@ def _train_after_a_trial(argv: list[str]) -> int:
     import train
     from fsdp_qlora.training import trainer
 
-    has_gradients, train_step, loss = [], trainer.Trainer.train_step, trainer.Trainer._loss
+    has_gradients = []
+    train_step = trainer.Trainer.train_step
+    loss = trainer.Trainer._loss
 
     def note(self: Any, *args: Any) -> torch.Tensor:
         has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
@@ -168,7 +172,9 @@ def _train_after_a_trial(argv: list[str]) -> int:
         assert has_gradients[:2] == [False, True]
         return train_step(self, rows)
 
-    trainer.Trainer._loss, trainer.Trainer.train_step = note, step  # type: ignore[method-assign]
+    # type: ignore[method-assign]
+    trainer.Trainer._loss = note
+    trainer.Trainer.train_step = step
     return train.main(argv)
 
 

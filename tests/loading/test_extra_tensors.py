@@ -36,7 +36,8 @@ def test_extra_tensors_change_nothing_and_a_line_names_them(tmp_path: Path) -> N
 def test_a_line_says_whether_a_result_has_the_extra_tensors(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, out = with_more(tmp_path / "model"), tmp_path / "out"
+    folder = with_more(tmp_path / "model")
+    out = tmp_path / "out"
     if command == "merge":
         peft_model(AutoModelForCausalLM.from_pretrained(folder), r=2).save_pretrained(tmp_path / "adapter")
         argv = ["merge", *flags(adapter=tmp_path / "adapter", model_name=folder, out=out)]
@@ -45,6 +46,7 @@ def test_a_line_says_whether_a_result_has_the_extra_tensors(
     else:
         argv = ["quantize", str(folder), *flags(out=out, quant_type=command)]
     assert main(argv) == 0
-    said, has_them = "".join(capsys.readouterr()), command in ("merge", "nvfp4")
+    said = "".join(capsys.readouterr())
+    has_them = command in ("merge", "nvfp4")
     assert SAYS in said and ("as they are." in said) == has_them and ("lacks them" in said) != has_them
     assert ("mtp.c.weight" in load_file(out / "model.safetensors")) == has_them

@@ -80,7 +80,8 @@ def flat(value: torch.Tensor) -> torch.Tensor:
     return value.flatten()
 
 
-SCALE, OF_ALL = f"{UP}_scale", f"{UP}_scale_2"
+SCALE = f"{UP}_scale"
+OF_ALL = f"{UP}_scale_2"
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("fp8 blocks", {f"{UP}_scale_inv": to(torch.int64)}, "_scale_inv is int64 and must be float32"),
     ("fp8 blocks", {f"{UP}_scale_inv": turned}, "has scales [2, 4], which do not fit its shape"),
@@ -151,7 +152,8 @@ def test_fp8_of_the_other_kind_is_decoded_and_not_trained_as_it_is(models: Model
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     with pytest.raises(UserError, match=f"{UP} is in E5M2"):
         open_model(folder, data, "qlora")
-    files, stored = open_model(folder, data, "lora").files, load_file(folder / "model.safetensors")
+    files = open_model(folder, data, "lora").files
+    stored = load_file(folder / "model.safetensors")
     scales = stored[f"{UP}_scale_inv"].repeat_interleave(32, 0).repeat_interleave(32, 1)
     assert torch.equal(files.read_rows(UP, 0, 128), (stored[UP].float() * scales).bfloat16())
 
@@ -178,7 +180,8 @@ def test_scales_that_are_no_numbers_are_refused_as_they_are_loaded(
     folder = save_changed(form, changes, models, tmp_path / "model")
     data = write_rows(tmp_path / "rows.jsonl", make_rows(2))
     plan = plan_model(folder, data, "qlora")
-    weights, layers = open_weights(plan), quantized_layers(plan.meta.model)
+    weights = open_weights(plan)
+    layers = quantized_layers(plan.meta.model)
     reasons = []
     for name, layer in layers.items():
         for suffix in layer.stored_forms():

@@ -52,10 +52,13 @@ class Hub:
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        self.files, self.gated = files, False
-        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+        self.files = files
+        self.gated = False
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
         self.may_answer.set()
-        self.commit, self.moves = COMMIT, False
+        self.commit = COMMIT
+        self.moves = False
         self.requests: Counter[str] = Counter()
         hub = self
 
@@ -162,7 +165,8 @@ def test_every_rank_reports_why_a_download_failed(hub: Hub, find: Callable[..., 
     for output in find(2):
         assert "REFUSED" in output and "it is gated: accept its terms on its page there" in output
         assert "HF_TOKEN" in output
-    hub.gated, hub.files = False, {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+    hub.gated = False
+    hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     for ranks, with_weights in ((2, "1"), (1, "0")):  # a run fetches them last
         for output in find(ranks, WITH_WEIGHTS=with_weights):
             assert "has only pickled weights (pytorch_model.bin)" in output

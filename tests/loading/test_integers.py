@@ -61,7 +61,9 @@ def save_awq(source: Path, folder: Path) -> dict:
 
 def save_integers(source: Path, folder: Path, about: dict) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    dynamic, meant, stored = about.get("dynamic") or {}, {}, {}
+    dynamic = about.get("dynamic") or {}
+    meant = {}
+    stored = {}
     for name, value in load_file(source / "model.safetensors").items():
         bits = 8 if dynamic and "down_proj" in name else about["bits"]
         if "_proj" not in name or (dynamic and "k_proj" in name):
@@ -115,7 +117,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_integers_are_decoded_as_their_format_defines(form: str, models: Models, tmp_path: Path) -> None:
-    source, folder = models("llama"), tmp_path / "model"
+    source = models("llama")
+    folder = tmp_path / "model"
     meant = FORMS[form](source, folder)
     weight_files = WeightFiles(folder, format_of(folder))
     assert weight_files.files.keys() == meant.keys()
@@ -129,7 +132,8 @@ def test_integers_are_decoded_as_their_format_defines(form: str, models: Models,
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["awq", "int4 zeros"])
 def test_a_model_in_integers_trains_as_its_decoded_weights(form: str, models: Models, tmp_path: Path) -> None:
-    source, folder = models("llama"), tmp_path / "model"
+    source = models("llama")
+    folder = tmp_path / "model"
     plain = save_plain(source, tmp_path / "plain", FORMS[form](source, folder))
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
     for train_type, world_size in (("lora", 1), ("qlora", 2)):

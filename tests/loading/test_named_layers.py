@@ -72,7 +72,8 @@ def test_the_files_tell_which_layers_are_quantized(names: dict[str, Any], models
 
 @pytest.mark.slow
 def test_a_model_with_other_names_trains_as_its_decoded_weights(models: Models, tmp_path: Path) -> None:
-    folder, source = tmp_path / "model", models("llama")
+    folder = tmp_path / "model"
+    source = models("llama")
     save_fp8(source, folder, "blocks")
     unquantize(folder)
     set_config(folder, quantization_config={**BLOCKS, **LISTS[0]})

@@ -72,7 +72,8 @@ def test_a_saved_4bit_model_trains_like_quantizing_at_load(
     folder = save_4bit(source, tmp_path / "model", **options)
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
     for world_size in ranks:
-        ours, theirs = tmp_path / f"ours{world_size}", tmp_path / f"theirs{world_size}"
+        ours = tmp_path / f"ours{world_size}"
+        theirs = tmp_path / f"theirs{world_size}"
         train_ok(world_size, ours, model_name=source, **same, **common)
         other = {"quant_type": "nf4"} if "quant_type" in same else {}  # which is overruled
         output = train_ok(world_size, theirs, model_name=folder, **other, **common)
@@ -132,7 +133,9 @@ def save_fp8(source: Path, folder: Path, form: str) -> dict[str, torch.Tensor]:
     """Write a model's linear layers in FP8 as they are published; returns all its weights as they are meant."""
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
-    block, meant, stored = FP8_FORMS[form], {}, {}
+    block = FP8_FORMS[form]
+    meant = {}
+    stored = {}
     for name, value in tensors.items():
         stored[name] = meant[name] = value.bfloat16()
         if "_proj" not in name and ".experts." not in name:
@@ -182,7 +185,9 @@ def meta_model(folder: Path) -> PreTrainedModel:
     [("qwen3_moe", "blocks"), ("qwen3", "uneven blocks"), ("llama", "rows"), ("llama", "whole"), ("gpt_oss", "mxfp4")],
 )
 def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, models: Models, tmp_path: Path) -> None:
-    source, folder, decoded = models(family, **FAMILIES.get(family, {})), tmp_path / "model", tmp_path / "decoded"
+    source = models(family, **FAMILIES.get(family, {}))
+    folder = tmp_path / "model"
+    decoded = tmp_path / "decoded"
     meant = expected = save_fp8(source, folder, form) if form in FP8_FORMS else save_mxfp4(source, folder)
     if form in ("blocks", "mxfp4"):  # what transformers decodes itself
         kind = (Mxfp4Config if form == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
@@ -207,7 +212,8 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
     cache = {"quant_cache": tmp_path / "cache"} if form == "mxfp4" else {}
     for ranks, train_type in ((2, "qlora"), (1, "qlora") if cache else (2, "lora")):
-        theirs, ours = tmp_path / f"{ranks}{train_type}_stored", tmp_path / f"{ranks}{train_type}_decoded"
+        theirs = tmp_path / f"{ranks}{train_type}_stored"
+        ours = tmp_path / f"{ranks}{train_type}_decoded"
         again = {"quant_type": "nf4"} if train_type == "qlora" else {}
         options = {"train_type": train_type, **again, **common}
         output = train_ok(ranks, theirs, model_name=folder, verbose=True, **options, **cache)
@@ -234,7 +240,8 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
 )
 def test_wrong_fp8_scales_are_refused_by_name(scales: dict, words: str, models: Models, tmp_path: Path) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
-    file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    file = tmp_path / "model" / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(file)
     del tensors[f"{name}_scale_inv"]
     save_file(tensors | {name + suffix: value for suffix, value in scales.items()}, file)

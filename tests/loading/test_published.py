@@ -62,7 +62,8 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is None:
             continue
-        weight, block = module.weight.detach(), given.get("block_structure")
+        weight = module.weight.detach()
+        block = given.get("block_structure")
         if block:
             rows, columns = (-(-size // side) for size, side in zip(weight.shape, block, strict=True))
             padded = torch.zeros(rows * block[0], columns * block[1])
@@ -89,10 +90,12 @@ def save_compressed(source: Path, folder: Path, form: str, ignore: Sequence[str]
 def save_modelopt(source: Path, folder: Path) -> None:
     """Save NVFP4 in the form that modelopt writes."""
     save_compressed(source, folder, "nvfp4")
-    tensors, changed = load_file(folder / "model.safetensors"), {}
+    tensors = load_file(folder / "model.safetensors")
+    changed = {}
     for name, value in tensors.items():
         if name.endswith("_global_scale"):
-            name, value = name.replace("_global_scale", "_scale_2"), 1 / value.view(())
+            name = name.replace("_global_scale", "_scale_2")
+            value = 1 / value.view(())
             changed[name.replace("weight_scale_2", "input_scale")] = torch.ones(())
         changed[name.replace("weight_packed", "weight")] = value.contiguous()
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -113,7 +116,8 @@ def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
         if not name.endswith("_proj.weight"):
             stored[name] = value
             continue
-        groups, of_all = value.view(value.shape[0], -1, 16), 448 * 6 / value.abs().max()
+        groups = value.view(value.shape[0], -1, 16)
+        of_all = 448 * 6 / value.abs().max()
         scale = (of_all * groups.abs().amax(-1) / 6).to(torch.float8_e4m3fn)
         values = (groups / (scale.float() / of_all)[..., None]).flatten(1)
         codes = (values[..., None] - E2M1).abs().argmin(-1).to(torch.uint8)
@@ -128,7 +132,8 @@ def save_experts_in_nvfp4(source: Path, folder: Path) -> None:
 
 def decode(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a published model in float32, by the formats' own definitions."""
-    tensors, decoded = load_file(folder / "model.safetensors"), {}
+    tensors = load_file(folder / "model.safetensors")
+    decoded = {}
     for name, value in tensors.items():
         base = name.removesuffix("_packed")
         scale = next((tensors[base + end] for end in ("_scale", "_scale_inv") if base + end in tensors), None)
@@ -167,7 +172,8 @@ FORMS = {
 
 @pytest.mark.parametrize("form", all_slow_but("nvfp4", FORMS, nightly=["modelopt's nvfp4"]))
 def test_a_published_model_trains_as_its_decoded_weights(form: str, models: Models, tmp_path: Path) -> None:
-    source, folder = models("llama"), tmp_path / "model"
+    source = models("llama")
+    folder = tmp_path / "model"
     FORMS[form](source, folder)
     plain = save_plain(source, tmp_path / "plain", decode(folder))
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
@@ -192,7 +198,8 @@ MIXTURES = {
 
 @pytest.mark.parametrize("case", all_slow_but("", MIXTURES))
 def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Models, tmp_path: Path) -> None:
-    (family, save), folder = MIXTURES[case], tmp_path / "model"
+    (family, save) = MIXTURES[case]
+    folder = tmp_path / "model"
     source = models(family, **FAMILIES[family])
     save(source, folder)
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
@@ -206,7 +213,8 @@ def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Mo
     experts = {"lora_target_parameters": "experts.down_proj"}
     train_ok(1, tmp_path / "plain_out", model_name=plain, train_type="lora", batch_size=6, **common, **experts)
     for world_size, options in ((2, {}), (3, {"use_cpu_offload": True, "recompute": "all"})):
-        out, options = tmp_path / f"out{world_size}", {**options, **common, **experts, "allow_unquantized": True}
+        out = tmp_path / f"out{world_size}"
+        options = {**options, **common, **experts, "allow_unquantized": True}
         output = train_ok(world_size, out, model_name=folder, batch_size=6 // world_size, **options)
         for key in ("loss", "grad_norm"):
             expected = read_metrics(tmp_path / "plain_out", key)
@@ -215,7 +223,9 @@ def test_a_published_mixture_trains_as_its_decoded_weights(case: str, models: Mo
 
 
 def test_training_on_a_published_model_resumes_and_is_merged(models: Models, tmp_path: Path) -> None:
-    source, folder, out = models("llama"), tmp_path / "model", tmp_path / "out"
+    source = models("llama")
+    folder = tmp_path / "model"
+    out = tmp_path / "out"
     save_modelopt(source, folder)
     common = {**RUN, "model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8))}
     common |= {"precision": "bf16", "gradient_accumulation_steps": 2, "batch_size": 2, "allow_unquantized": True}

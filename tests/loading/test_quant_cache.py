@@ -28,14 +28,16 @@ Run = Callable[..., tuple[str, list[float]]]
 # Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of one.
 SHAPE = {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "intermediate_size": 500}
 NAME = "model.layers.1.mlp.down_proj.weight"
-FROM_CACHE, KEPT = "come from the cache", "Quantized weights were saved for the next start"
+FROM_CACHE = "come from the cache"
+KEPT = "Quantized weights were saved for the next start"
 
 
 class Runs:
     """Runs on the same rows; those without a cache, and caches that others copy, are made once."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.folder, self.rows = folder, write_rows(folder / "rows.jsonl", make_rows(6))
+        self.folder = folder
+        self.rows = write_rows(folder / "rows.jsonl", make_rows(6))
         self.common = {"model_name": model, "dataset": self.rows, "lr": 1e-3, "precision": "fp32", "lora_rank": 4}
         self.common["verbose"] = True
         self._losses: dict[str, list[float]] = {}
@@ -204,7 +206,8 @@ def _train_and_fail(argv: list[str], how: str) -> int:
     import train
     from fsdp_qlora.utils.safetensors_files import PackedFiles
 
-    write, count = PackedFiles.write, iter(range(10_000))
+    write = PackedFiles.write
+    count = iter(range(10_000))
     is_last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
 
     def fail(self: PackedFiles, name: str, start: int, values: torch.Tensor) -> None:
@@ -262,9 +265,11 @@ def test_a_cache_entry_that_another_run_writes_is_left_alone(runs: Runs, run: Ru
 
 
 def test_files_are_identified_by_content_or_blob_name(tmp_path: Path) -> None:
-    file, blob = tmp_path / "model.safetensors", tmp_path / "blobs" / "5f3a"
+    file = tmp_path / "model.safetensors"
+    blob = tmp_path / "blobs" / "5f3a"
     save_file({"x": torch.zeros(10_000)}, file)
-    about, before = file.stat(), file_identity(file, samples=64)
+    about = file.stat()
+    before = file_identity(file, samples=64)
     assert file_identity(file.rename(tmp_path / "other").rename(file), samples=64) == before
     save_file({"x": torch.full([10_000], 0.5)}, file)
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
@@ -291,7 +296,8 @@ def test_sharding_and_offloading_use_the_same_cache_entry(
     options: dict[str, object], runs: Runs, run: Run, tmp_path: Path
 ) -> None:
     output, losses = run(2, **options)
-    made, written = entry(runs.cache()), entry(tmp_path / "cache")
+    made = entry(runs.cache())
+    written = entry(tmp_path / "cache")
     assert KEPT in output and written.name == made.name
     assert (written / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     output, again = run(2, **options)

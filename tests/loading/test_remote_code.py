@@ -63,7 +63,8 @@ def test_remote_code_runs_only_with_trust_remote_code(model: bool, models: Model
 def test_a_results_config_cannot_enable_remote_code(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    marker, run = tmp_path / "has_run", tmp_path / "run"
+    marker = tmp_path / "has_run"
+    run = tmp_path / "run"
     folder = make_own(models(), tmp_path / "model", marker, model=True)
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(6))
     options = {"model_name": folder, "dataset": rows, "max_steps": 1, "eval_fraction": 0.3, "trust_remote_code": True}

@@ -31,8 +31,10 @@ from fsdp_qlora.utils.errors import OutOfMemory, UserError
 from fsdp_qlora.utils.text import GIB
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NOTHING, ALL = Offload(), Offload(4, embeddings=True)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+NOTHING = Offload()
+ALL = Offload(4, embeddings=True)
 
 
 def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
@@ -40,7 +42,8 @@ def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 1000, **heads}
     lora = LoraOptions(rank=8, alpha=8, modules_to_save=in_full)
     layers = LayerOptions(lora=lora, quantizer={"quant_type": "nf4", "double_quant": False})
-    config, bf16 = AutoConfig.for_model("llama", **sizes), PRECISIONS["bf16"]
+    config = AutoConfig.for_model("llama", **sizes)
+    bf16 = PRECISIONS["bf16"]
     return build_model(config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto")
 
 
@@ -178,7 +181,8 @@ def _shards(folder: Path) -> int:
     start_process_group(ranks)
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
     for train_type in ("qlora", "full"):
-        config, bf16 = models.load_config(folder, "tiny"), PRECISIONS["bf16"]
+        config = models.load_config(folder, "tiny")
+        bf16 = PRECISIONS["bf16"]
         layers = LayerOptions(**LAYERS)
         meta = build_model(config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto")
         host = [meta.model]

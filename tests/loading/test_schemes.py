@@ -94,7 +94,8 @@ def to_modelopt_file(folder: Path, algorithm: str, excluded: list[str]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", pytest.param("FP8", marks=pytest.mark.nightly)])
 def test_modelopts_own_file_alone_tells_the_format(algorithm: str, models: Models, tmp_path: Path) -> None:
-    folder, source = tmp_path / "model", models("llama")
+    folder = tmp_path / "model"
+    source = models("llama")
     if algorithm == "NVFP4":
         save_modelopt(source, folder)
         excluded = ["lm_head", "*.layers.1.mlp.down_proj"]

@@ -97,7 +97,8 @@ def test_resume_cuts_damaged_lines_and_steps_after_the_checkpoint(tmp_path, line
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, monkeypatch, lines):
-    real_write, room = os.write, iter([1000, 7, -1, -1, 1000, 1000, 1000])
+    real_write = os.write
+    room = iter([1000, 7, -1, -1, 1000, 1000, 1000])
 
     def write(descriptor: int, content: bytes) -> int:
         most = next(room)

@@ -135,7 +135,8 @@ def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, lines: list[str]) -> None:
-    folder, out = make_run(tmp_path / "run"), tmp_path / "report.html"
+    folder = make_run(tmp_path / "run")
+    out = tmp_path / "report.html"
     for _ in range(2):
         write_report([folder], out)
     out.write_text("mine")
@@ -163,7 +164,8 @@ def facts_of(page: Path) -> dict:
 
 
 def test_every_way_a_run_ends_leaves_a_report(models: Callable[..., Path], tmp_path: Path) -> None:
-    rows, output = write_rows(tmp_path / "rows.jsonl", make_rows(24)), tmp_path / "output"
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(24))
+    output = tmp_path / "output"
     options = {
         "model_name": models(), "dataset": rows, "batch_size": 4, "eval_fraction": 0.25, "eval_steps": 2,
         "context_length": 150, "max_bad_rows": 0.5, "lr": 1e-3, "output_dir": output,

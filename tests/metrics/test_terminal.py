@@ -27,7 +27,10 @@ class Screen:
     """As much of a terminal as a progress bar needs: all rows that ever were, and where the cursor is."""
 
     def __init__(self, width: int) -> None:
-        self.width, self.rows, self.row, self.column = width, [""], 0, 0
+        self.width = width
+        self.rows = [""]
+        self.row = 0
+        self.column = 0
 
     def write(self, text: str) -> None:
         for token in re.findall(r"\x1b\[[\d;]*[A-Za-z]|[\s\S]", text):
@@ -45,7 +48,8 @@ class Screen:
 
     def put(self, letter: str) -> None:
         if self.column == self.width:  # a terminal wraps when the next letter comes
-            self.row, self.column = self.row + 1, 0
+            self.row = self.row + 1
+            self.column = 0
             self.rows += [""] * (self.row + 1 - len(self.rows))
         line = self.rows[self.row].ljust(self.column)
         self.rows[self.row] = line[: self.column] + letter + line[self.column + 1 :]

@@ -122,7 +122,8 @@ def test_a_killed_fetch_is_completed_by_the_next_one(
 ) -> None:
     for step in (1, 2):
         add_step(step)
-    store, box = open_store(str(tmp_path / "run")), tmp_path / "box"
+    store = open_store(str(tmp_path / "run"))
+    box = tmp_path / "box"
     for place in (f"{CHECKPOINTS}/.step_000002.fetching/{checkpoint.STATE}", "status.json", "run.json"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))

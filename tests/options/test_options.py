@@ -16,7 +16,9 @@ from fsdp_qlora.commands.run_config import parse_train_config
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
-NUM_ROWS, RANK, BLOCK = 18, 4, 64
+NUM_ROWS = 18
+RANK = 4
+BLOCK = 64
 
 
 @pytest.fixture(scope="module")

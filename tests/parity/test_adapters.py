@@ -44,7 +44,8 @@ def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp
     exact = logits["lora", "true"]
     assert (logits["qlora", "loftq"] - exact).norm() < 0.7 * (logits["qlora", "true"] - exact).norm()
     saved = load_file(tmp_path / "qlora_loftq" / "adapter_model.safetensors")
-    base, original = load_decoded_base(folder), load_base(folder, four_bit=False)
+    base = load_decoded_base(folder)
+    original = load_base(folder, four_bit=False)
     for name, lora_A in saved.items():
         if "lora_A" in name:
             lora_B = saved[name.replace("lora_A", "lora_B")]
@@ -116,7 +117,8 @@ def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float, 
     peft_layer, ours = peft_layer_and_ours(dropout=dropout, dtype=torch.float32)
     if dropout:
         peft_layer.lora_dropout["default"] = OurDropout()
-    x, grad = torch.randn(2, 50, 24), torch.randn(2, 50, 16)
+    x = torch.randn(2, 50, 24)
+    grad = torch.randn(2, 50, 16)
     results = []
     for layer in (peft_layer, ours):
         inputs = x.clone().requires_grad_()

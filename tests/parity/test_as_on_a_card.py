@@ -67,7 +67,8 @@ def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], por
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", CASES, nightly=ALIKE))
 def test_sharded_run_is_unchanged_by_gpu_nan_handling(case: str, models: Models, tmp_path: Path) -> None:
-    model, options = models("llama"), CASES[case]
+    model = models("llama")
+    options = CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
         expand_model(str(model), tmp_path / "expanded", expansion_rate=0.5)
         model = tmp_path / "expanded"

@@ -22,7 +22,8 @@ from tests.rounding import SGD, rounding
 from tests.tiny import SIZES, _free_port, flags, make_model, make_rows, on_ranks, read_metrics, write_rows
 
 TOLERANCE = rounding(SIZES["vocab_size"])
-BLOCKS, AT_ONCE = 3, 12
+BLOCKS = 3
+AT_ONCE = 12
 COMMON = {"num_epochs": 20, "batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "precision": "fp32"}
 COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_every": "none"}
 

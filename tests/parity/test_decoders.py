@@ -56,15 +56,18 @@ FAMILIES: dict[str, dict[str, Any]] = {"gpt_bigcode": NO_DROPOUT, "phi4_multimod
 def test_losses_and_adapter_on_two_ranks_are_those_of_peft(
     family: str, models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    folder, rows = models(family, **FAMILIES[family]), make_rows(8, seed=3)
+    folder = models(family, **FAMILIES[family])
+    rows = make_rows(8, seed=3)
     settings = {"train_type": "lora", "lora_alpha": 6, "lr": 1e-2, "num_epochs": 3, "gradient_accumulation_steps": 2}
     losses, _ = train_ours(folder, rows, tmp_path / "out", **settings)
     targets = LoraConfig.from_pretrained(tmp_path / "out").target_modules
-    base, first = load_base(folder, four_bit=False), functools.partial(first_adapter_value, seed=5)
+    base = load_base(folder, four_bit=False)
+    first = functools.partial(first_adapter_value, seed=5)
     options = {"r": 4, "lora_alpha": 6, "target_modules": targets}
     expected, trained = train_peft(base, encode(folder, rows), first, steps=3, lr=1e-2, **options)
     assert losses == pytest.approx(expected, rel=1e-5) and expected[-1] < expected[0] - 0.01
-    saved, reference = load_file(tmp_path / "out" / "adapter_model.safetensors"), get_peft_model_state_dict(trained)
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    reference = get_peft_model_state_dict(trained)
     assert saved.keys() == reference.keys()
     assert max((saved[name] - reference[name]).abs().max().item() for name in saved) < 1e-3
 

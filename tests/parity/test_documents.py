@@ -69,7 +69,8 @@ def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Mode
     loss, gradients = loss_and_gradients(model, pad_rows(rows, order, pad_token_id=0))
     model.config._attn_implementation = documents
     assert_same(loss_and_gradients(model, concatenate_rows(rows, order, pad_token_id=0)), (loss, gradients))
-    pairs, order = with_shared_prompts(rows), np.array([1, 0])
+    pairs = with_shared_prompts(rows)
+    order = np.array([1, 0])
     repeated, shared = (
         concatenate_rows(pairs, order, pad_token_id=0, shares_prompts=shares) for shares in (False, True)
     )
@@ -88,7 +89,8 @@ def assert_same(found: tuple[float, list[torch.Tensor]], expected: tuple[float, 
 def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
     """Two rows of two documents: of 12 and 30 tokens, which begin with the same 5, and twice 12, with the same 9."""
     ids = rows.input_ids.copy()
-    ids[12:17], ids[54:63] = ids[:5], ids[42:51]
+    ids[12:17] = ids[:5]
+    ids[54:63] = ids[42:51]
     ids[[17, 63]] = (ids[[5, 51]] + 1) % 300
     return TokenizedRows(ids, rows.learned, np.array([0, 42, 66]), np.array([1, 2]), splits=np.array([12, 12]))
 

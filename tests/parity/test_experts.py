@@ -85,7 +85,8 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
     family: str, models: Models, tmp_path: Path
 ) -> None:
     folder = models(family, **FAMILIES[family])
-    rows, held_out = make_rows(8, seed=1), make_rows(3, seed=2)
+    rows = make_rows(8, seed=1)
+    held_out = make_rows(3, seed=2)
     common = {
         "model_name": folder,
         "dataset": write_rows(tmp_path / "rows.jsonl", rows),
@@ -102,7 +103,8 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
 
     before, after = read_metrics(tmp_path / "two", "eval_loss")
     assert abs(after - before) > 1e-3
-    batch, base = encode(folder, held_out), _quantized_base(folder)
+    batch = encode(folder, held_out)
+    base = _quantized_base(folder)
     with torch.no_grad():
         assert batch_loss(base, batch).item() == pytest.approx(before, rel=1e-4)
         reloaded = load_adapter(base, tmp_path / "two")
@@ -251,7 +253,8 @@ def test_missing_experts_and_wrong_names_are_named(models: Models, tmp_path: Pat
 
 
 def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
-    folder, held_out = models("mixtral", **FAMILIES["mixtral"]), make_rows(3, seed=2)
+    folder = models("mixtral", **FAMILIES["mixtral"])
+    held_out = make_rows(3, seed=2)
     train_ok(
         2,
         tmp_path / "out",

@@ -72,7 +72,8 @@ IN_CI = {"sarvam_moe", "longcat_flash", "stablelm"}
 def test_losses_and_adapter_of_a_family_are_those_of_peft(family: str, models: Models, tmp_path: Path) -> None:
     known = CONFIG_MAPPING[family]().to_dict()
     folder = models(family, **{key: size for key, size in SMALL.items() if key in known} | FAMILIES[family])
-    rows, settings = make_rows(8, seed=3), {"num_epochs": 3, "gradient_accumulation_steps": 2, "verbose": True}
+    rows = make_rows(8, seed=3)
+    settings = {"num_epochs": 3, "gradient_accumulation_steps": 2, "verbose": True}
     losses, logits = train_ours(folder, rows, tmp_path / "out", lora_alpha=6, lr=1e-2, train_type="qlora", **settings)
     said = (tmp_path / "out_logs" / "rank0.log").read_text()
     assert ROWS[family] == ("padded" if "Rows are padded with this model" in said else "padding-free")
@@ -89,7 +90,8 @@ def test_losses_and_adapter_of_a_family_are_those_of_peft(family: str, models: M
         return base
 
     # PEFT takes some layers by their weights, since their names are those of experts in weight files.
-    config, first = LoraConfig.from_pretrained(tmp_path / "out"), functools.partial(first_adapter_value, seed=5)
+    config = LoraConfig.from_pretrained(tmp_path / "out")
+    first = functools.partial(first_adapter_value, seed=5)
     targets = {"target_modules": config.target_modules, "target_parameters": config.target_parameters}
     options = {"r": 4, "lora_alpha": 6, **targets}
     expected, trained = train_peft(decoded(), encode(folder, rows), first, steps=3, lr=1e-2, **options)

@@ -36,7 +36,11 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "3n": (
         "gemma3n_text",
         {
-            **{"num_hidden_layers": 4, "layer_types": KINDS, "sliding_window": 7, "laurel_rank": 8, **PER_LAYER},
+            "num_hidden_layers": 4,
+            "layer_types": KINDS,
+            "sliding_window": 7,
+            "laurel_rank": 8,
+            **PER_LAYER,
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
@@ -49,7 +53,8 @@ def test_sizes_of_a_block_are_those_of_its_own_layers(form: str) -> None:
     config = AutoConfig.for_model(family, **{**SIZES, **sizes})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes, window = block_shapes(config), sizes.get("sliding_window")
+    shapes = block_shapes(config)
+    window = sizes.get("sliding_window")
     for shape, block in zip(shapes, find_blocks(model), strict=True):
         attention = block.self_attn
         keys = getattr(attention, "k_proj", None)
@@ -61,8 +66,18 @@ def test_sizes_of_a_block_are_those_of_its_own_layers(form: str) -> None:
 
 
 OPTIONS = {
-    **{"train_type": "lora", "precision": "fp32", "lr": 0.1, "lr_scheduler": "constant", "warmup": 0, "wd": 0},
-    **{"grad_norm": 1, "lora_rank": 4, "lora_alpha": 6, "lora_dropout": 0, "seed": 5, "num_epochs": 3},
+    "train_type": "lora",
+    "precision": "fp32",
+    "lr": 0.1,
+    "lr_scheduler": "constant",
+    "warmup": 0,
+    "wd": 0,
+    "grad_norm": 1,
+    "lora_rank": 4,
+    "lora_alpha": 6,
+    "lora_dropout": 0,
+    "seed": 5,
+    "num_epochs": 3,
     "optimizer": "sgd",  # Adam makes a whole step of the rounding error of a gradient that is nearly zero
 }
 TARGETS = r".*layers.*(q|k|v|o|gate|up|down)_proj"
@@ -114,7 +129,8 @@ def plain(folder: Path) -> Any:
 
 @pytest.mark.parametrize(("form", "run"), CASES)
 def test_a_run_is_a_plain_loop_of_peft(form: str, run: str, folders: Folders, tmp_path: Path) -> None:
-    folder, options = folders(form), dict(RUNS[run])
+    folder = folders(form)
+    options = dict(RUNS[run])
     ranks = options.pop("ranks")
     output = train_ok(
         ranks,
@@ -158,7 +174,8 @@ def test_a_reference_beside_the_policy_has_keys_of_its_own(folders: Folders, tmp
     rows = [
         {"prompt": r["instruction"], "chosen": r["output"], "rejected": r["output"] + " blue"} for r in make_rows(8)
     ]
-    data, norms = write_rows(tmp_path / "pairs.jsonl", rows), []
+    data = write_rows(tmp_path / "pairs.jsonl", rows)
+    norms = []
     options: dict[str, Any] = {**OPTIONS, "objective": "dpo", "batch_size": 4, "recompute": 1}
     for before in (False, True):
         out = tmp_path / str(before)

@@ -95,7 +95,8 @@ SHARED = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidd
 def test_a_hybrid_trains_and_peft_loads_its_adapter(
     family: str, models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hybrid, folder = HYBRIDS[family], models(family, **HYBRIDS[family].shape)
+    hybrid = HYBRIDS[family]
+    folder = models(family, **HYBRIDS[family].shape)
     options: dict[str, Any] = {"model_name": folder, "allow_unquantized": True, "precision": "fp32", "batch_size": 3}
     rows = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12)), "max_steps": 2}
     said = train_ok(2, tmp_path / "out", logits_file=tmp_path / "logits", **rows, **options, **SGD)
@@ -147,7 +148,8 @@ class Mixer(nn.Module):
 
     def __init__(self, *, knows: bool) -> None:
         super().__init__()
-        self.knows, self.calls = knows, list[torch.Size]()
+        self.knows = knows
+        self.calls = list[torch.Size]()
         self.conv = nn.Conv1d(4, 4, 1, groups=4)
 
     def forward(self, hidden_states: torch.Tensor, **told: Any) -> torch.Tensor:
@@ -160,7 +162,8 @@ class Mixer(nn.Module):
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) -> None:
-    mixer, lengths = Mixer(knows=knows), [30, 28, 3, 1, 1]
+    mixer = Mixer(knows=knows)
+    lengths = [30, 28, 3, 1, 1]
     x = torch.randn(1, sum(lengths), 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     by_document = ByDocument(mixer)
     expected = torch.cat([part.cumsum(dim=1) for part in x.split(lengths, dim=1)], dim=1)
@@ -180,7 +183,8 @@ def test_only_layers_that_do_not_know_documents_compute_them_apart(knows: bool) 
 
 
 def test_a_lack_of_memory_is_not_taken_for_documents_that_cross(monkeypatch: pytest.MonkeyPatch) -> None:
-    mixer, kwargs = Mixer(knows=True), describe_documents([30, 28])
+    mixer = Mixer(knows=True)
+    kwargs = describe_documents([30, 28])
     by_document = ByDocument(mixer)
     _, kwargs = pass_documents([by_document], mixer, (), kwargs)
     for error in (torch.OutOfMemoryError("2 GiB"), torch.AcceleratorError("illegal address"), RuntimeError("seq_idx")):

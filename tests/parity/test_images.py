@@ -168,7 +168,8 @@ def encode(processor: Any, tokenizer: Any, row: dict[str, Any], images: list[Any
     found = tokens(len(turns), "\n")
     labels = torch.full_like(found["input_ids"], -100)
     for turn in range(1, len(turns), 2):
-        start, end = tokens(turn, "assistant:\n")["input_ids"].shape[1], tokens(turn + 1)["input_ids"].shape[1]
+        start = tokens(turn, "assistant:\n")["input_ids"].shape[1]
+        end = tokens(turn + 1)["input_ids"].shape[1]
         labels[:, start:end] = found["input_ids"][:, start:end]
     return {**found, "labels": labels}
 

@@ -59,10 +59,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
     # Embeddings and keys as in E4B; images that see their own later tokens as in 31B.
     "gemma4": {
-        **{"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24},
-        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 340, "num_kv_shared_layers": 2},
-        **{"use_bidirectional_attention": "vision", "global_head_dim": 32, "max_position_embeddings": 1024},
-        **{"enable_moe_block": False, "top_k_experts": None},
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 24,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 340,
+        "num_kv_shared_layers": 2,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 32,
+        "max_position_embeddings": 1024,
+        "enable_moe_block": False,
+        "top_k_experts": None,
     },
     "internvl": {},
     "exaone4_5": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -113,7 +120,8 @@ def make_multimodal(folder: Path, family: str, text: str = "") -> Path:
 def test_text_trains_the_decoder_and_peft_loads_it_on_the_whole_model(family: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     folder = make_multimodal(tmp_path / "model", family)
-    rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
+    rows = make_rows(12, seed=1)
+    held_out = make_rows(3, seed=2)
     # bitsandbytes quantizes no experts, and of gemma4 what is not in its blocks, too.
     in_16_bits = family in ("qwen3_vl_moe", "kimi_k25", "step3p7", "gemma4")
     output = train_ok(

@@ -73,7 +73,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]) -> li
 @torch.no_grad()
 def with_first_rows(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[nn.Module, list[int]]:
     """The base as PEFT's users grow it, with the means that our rows start from, and the new tokens."""
-    known, base = AutoTokenizer.from_pretrained(folder), load_base(folder, four_bit=False)
+    known = AutoTokenizer.from_pretrained(folder)
+    base = load_base(folder, four_bit=False)
     if len(tokenizer) > base.config.vocab_size:
         base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     ids = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
@@ -86,9 +87,12 @@ def with_first_rows(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[n
 
 @pytest.mark.parametrize("name", all_slow_but("2 ranks, head of its own, accumulation", CASES, NIGHTLY))
 def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: Path) -> None:
-    case, rows, out = CASES[name], rows_with_tokens(), tmp_path / "out"
+    case = CASES[name]
+    rows = rows_with_tokens()
+    out = tmp_path / "out"
     folder = models(case.family, **{"tie_word_embeddings": True, **case.model})
-    data, tokens = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "tokens.txt"
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    tokens = tmp_path / "tokens.txt"
     tokens.write_text("\n".join(TOKENS))
     options = {"batch_size": 4 // case.ranks, "train_type": "lora", "precision": "fp32", **case.options}
     options |= {"lr_scheduler": "constant", "warmup": 0, "seed": 5, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2}
@@ -111,10 +115,8 @@ def test_rows_of_new_tokens_train_as_pefts(name: str, models: Models, tmp_path: 
     )  # fmt: skip
     assert losses[-1] < losses[0] - 0.5
     assert read_metrics(out) == pytest.approx(losses, rel=case.tolerance)
-    saved, theirs = (
-        load_file(out / "adapter_model.safetensors"),
-        get_peft_model_state_dict(trained, save_embedding_layers=False),
-    )
+    saved = load_file(out / "adapter_model.safetensors")
+    theirs = get_peft_model_state_dict(trained, save_embedding_layers=False)
     assert saved.keys() == theirs.keys()
     assert sum(".token_adapter." in key for key in saved) == 2 - is_tied
     for key, value in theirs.items():
@@ -139,7 +141,8 @@ def with_first_rows_in_4_bits(folder: Path, grown: nn.Module) -> nn.Module:
 
 
 def test_a_resumed_run_is_merged_and_exported_with_its_new_tokens(models: Models, tmp_path: Path) -> None:
-    folder, data = models(), write_rows(tmp_path / "rows.jsonl", rows_with_tokens())
+    folder = models()
+    data = write_rows(tmp_path / "rows.jsonl", rows_with_tokens())
     options = {"model_name": folder, "dataset": data, "add_tokens": ",".join(TOKENS), "train_type": "lora", "lr": 1e-2}
     options |= {"save_every": 2, "num_epochs": 2, "batch_size": 1, "optimizer": "adamw", "context_length": 256}
     train_ok(1, tmp_path / "whole", logits_file=tmp_path / "logits", **options)
@@ -177,7 +180,8 @@ def test_a_peft_adapter_with_a_grown_vocabulary_is_merged(models: Models, tmp_pa
             nn.init.normal_(parameter)
     theirs.save_pretrained(tmp_path / "adapter")
     assert main(["merge", "--adapter", str(tmp_path / "adapter"), "--out", str(tmp_path / "merged")]) == 0
-    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[5, 320, 3, 321, 9]])
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.tensor([[5, 320, 3, 321, 9]])
     with torch.no_grad():
         assert (merged(input_ids=ids).logits - theirs(input_ids=ids).logits).abs().max() < 1e-4
 
@@ -194,7 +198,8 @@ def test_tokens_that_the_model_has_start_from_their_rows(models: Models) -> None
     known = AutoTokenizer.from_pretrained(models())
     tokenizer, tokens = add_tokens(known, ["<new>", "sort", "<other>: list name"], 330)
     assert len(known) == 320 and len(tokenizer) == 322 and tokenizer.encode("<new>")[1:] == [320]
-    own, described = known.convert_tokens_to_ids("sort"), tuple(known.encode("list name", add_special_tokens=False))
+    own = known.convert_tokens_to_ids("sort")
+    described = tuple(known.encode("list name", add_special_tokens=False))
     assert tokens.ids == (own, 320, 321) and tokens.starts == ((own,), range(320), described)
 
 

@@ -27,7 +27,8 @@ def test_a_run_continues_with_another_offload(
         "max_steps": 4,
         "lr": 1e-2,
     }
-    one_go, parts = tmp_path / "one_go", tmp_path / "parts"
+    one_go = tmp_path / "one_go"
+    parts = tmp_path / "parts"
     train_ok(1, one_go, **options)
     for number, offload in enumerate((False, 2, True)):  # each but the last ends after a step
         argv = flags(output_dir=parts, log_to="stdout", quant_cache="off", **options, use_cpu_offload=offload)

@@ -14,7 +14,10 @@ from fsdp_qlora.sharding.optimizer import OPTIMIZERS, ShardedOptimizer, check_op
 from fsdp_qlora.utils.errors import UserError
 from tests.tiny import on_ranks
 
-STEPS, LR, DECAY, RATIO = 5, 0.02, 0.1, 4.0
+STEPS = 5
+LR = 0.02
+DECAY = 0.1
+RATIO = 4.0
 # 8-bit state has one scale for 256 consecutive elements of tensors of 4096 or more: parts are made of whole blocks.
 SHAPES = {"lora_A": (6, 2048), "lora_B": (2048, 6)}
 
@@ -103,7 +106,8 @@ def test_a_sharded_optimizer_takes_the_steps_of_the_librarys(
     name: str, world_size: int, results: dict[int, dict[str, torch.Tensor]]
 ) -> None:
     for key, whole in expected(name).items():
-        moved, ours = whole - first_values(SHAPES[key]), results[world_size][f"{name}.{key}"]
+        moved = whole - first_values(SHAPES[key])
+        ours = results[world_size][f"{name}.{key}"]
         error = (ours - whole).norm() / moved.norm()
         assert error < 1e-5, (key, error)
 

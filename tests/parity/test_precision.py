@@ -77,7 +77,8 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
         2, _train_from_scale, (argv(output_dir=tmp_path / "b"), scales[count]), tmp_path / "b_logs"
     )
     assert statuses == [0, 0], output
-    first, second = read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")
+    first = read_metrics(tmp_path / "a")
+    second = read_metrics(tmp_path / "b")
     assert first[: count + 1] == pytest.approx([second[0]] * (count + 1), rel=1e-6)
     assert first[count:] == pytest.approx(second[: len(first) - count], rel=2e-3)
 
@@ -120,6 +121,7 @@ def test_rotary_tables_are_in_fp32_whatever_the_weights_are(family: str, dtype: 
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         return {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
 
-    exact, found = tables(torch.float32), tables(dtype)
+    exact = tables(torch.float32)
+    found = tables(dtype)
     assert found and found.keys() == exact.keys()
     assert all(torch.equal(found[name], exact[name]) and found[name].dtype == torch.float32 for name in exact)

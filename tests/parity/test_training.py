@@ -38,7 +38,8 @@ ALIKE = ("llama", "llama tied", "mistral", "qwen2", "qwen3", "gemma3_text", "olm
 @pytest.mark.parametrize("family", all_slow_but("phi3", FAMILIES, nightly=ALIKE))
 def test_every_family_trains_on_two_ranks_and_peft_loads_it(family: str, models: Models, tmp_path: Path) -> None:
     folder = models(family.split()[0], **FAMILIES[family])
-    rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
+    rows = make_rows(12, seed=1)
+    held_out = make_rows(3, seed=2)
     train_ok(
         2,
         tmp_path / "out",
@@ -59,8 +60,10 @@ def test_every_family_trains_on_two_ranks_and_peft_loads_it(family: str, models:
 
 
 def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
-    folder, rows = models("llama", tie_word_embeddings=True), make_rows(4, seed=3)
-    held_out, others = make_rows(3, seed=2), make_rows(4, seed=5)
+    folder = models("llama", tie_word_embeddings=True)
+    rows = make_rows(4, seed=3)
+    held_out = make_rows(3, seed=2)
+    others = make_rows(4, seed=5)
     first, second = (write_rows(tmp_path / f"{name}.jsonl", held) for name, held in (("a", held_out), ("b", others)))
     train_ok(
         2,

@@ -37,7 +37,8 @@ def weighted_tokens(tokenizer: Any, chat: Any, *, learns_all: bool) -> tuple[tor
     for question, answer, weight in chat:
         parts.append((f"User: {question}\nAssistant:", float(learns_all)))
         parts += [(f" {answer}</s>", 1.0 if weight is None else float(weight)), ("\n", float(learns_all))]
-    text, of_letters = "".join(part for part, _ in parts), [weight for part, weight in parts for _ in part]
+    text = "".join(part for part, _ in parts)
+    of_letters = [weight for part, weight in parts for _ in part]
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     weights = [of_letters[start] for start, _ in encoded["offset_mapping"]]
     return torch.tensor([encoded["input_ids"]]), torch.tensor(weights, dtype=torch.float64)
@@ -45,7 +46,9 @@ def weighted_tokens(tokenizer: Any, chat: Any, *, learns_all: bool) -> tuple[tor
 
 @pytest.mark.parametrize("name", all_slow_but("2 ranks, accumulation", CASES, nightly=["1 rank", "2 ranks, all text"]))
 def test_the_loss_is_the_mean_by_weights(name: str, models: Callable[..., Path], tmp_path: Path) -> None:
-    (ranks, options), folder, data = CASES[name], models(), tmp_path / "chats.jsonl"
+    (ranks, options) = CASES[name]
+    folder = models()
+    data = tmp_path / "chats.jsonl"
     rows = [
         [
             turn
@@ -68,8 +71,10 @@ def test_the_loss_is_the_mean_by_weights(name: str, models: Callable[..., Path],
     for key, parameter in trained.items():
         if "lora" in key:
             parameter.data.copy_(first_adapter_value(key.replace(".default", ""), parameter.shape, seed=5))
-    optimizer, losses = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0), list[float]()
-    tokenizer, learns_all = AutoTokenizer.from_pretrained(folder), options.get("learn") == "all"
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
+    losses = list[float]()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    learns_all = options.get("learn") == "all"
     batch = [weighted_tokens(tokenizer, chat, learns_all=learns_all) for chat in CHATS]
     for _ in range(4):
         total = torch.zeros((), dtype=torch.float64)

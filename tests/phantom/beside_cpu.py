@@ -38,7 +38,8 @@ def run_both(start: Callable[[Path, dict[str, object]], list[Rank]], folder: Pat
     Args:
         base: the model that is trained, whose weights are those before the first step.
     """
-    device, cpu = folder / "device", folder / "cpu"
+    device = folder / "device"
+    cpu = folder / "cpu"
     values = {"PHANTOM_VALUES": 1, "PHANTOM_POISON": 1, "PHANTOM_VALUES_REPORT": device / "values{rank}.json"}
     with ThreadPoolExecutor() as both:
         on_device, _ = both.map(start, (device, cpu), (values, dict(CPU)))

@@ -42,7 +42,10 @@ class Operation(IntEnum):
 
 
 _DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device", "host_to_host")
-COPY_DIRECTIONS, COPY_PINNED, COPY_BLOCKING = 3, 4, 8  # bits of a copy's detail
+# bits of a copy's detail
+COPY_DIRECTIONS = 3
+COPY_PINNED = 4
+COPY_BLOCKING = 8
 
 
 class Record(ctypes.Structure):
@@ -94,7 +97,9 @@ class Counts:
     memory: dict[str, int] = field(default_factory=dict)  # see memory_now
 
     def add(self, record: Record, line: str) -> None:
-        name, size, operation = record.name.decode(), record.size, Operation(record.operation)
+        name = record.name.decode()
+        size = record.size
+        operation = Operation(record.operation)
         self.kernels += operation in (Operation.KERNEL, Operation.GEMM, Operation.MEMSET)
         self.matrix_products += operation == Operation.GEMM
         self.mallocs += operation == Operation.MALLOC
@@ -186,7 +191,8 @@ def read_records(first: int = 0) -> list[Record]:
 def stop() -> Counts:
     """End the recording and return it."""
     _library().phantom_stop()
-    counts, lines = Counts(memory=memory_now()), list(_numbers)
+    counts = Counts(memory=memory_now())
+    lines = list(_numbers)
     for record in read_records():
         counts.add(record, lines[record.place] if record.place >= 0 else "")
     return counts

@@ -197,7 +197,8 @@ def _wait(processes: Sequence["Process"], seconds: float, while_running: Callabl
 
 
 def _ended(process: Fresh | Forked, folder: Path, rank: int) -> Rank:
-    counts, status = folder / f"counts{rank}.json", process.poll()
+    counts = folder / f"counts{rank}.json"
+    status = process.poll()
     assert status is not None
     return Rank(
         status=status,

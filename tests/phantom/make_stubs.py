@@ -100,7 +100,8 @@ def stub_function(name: str) -> str:
 
 
 def make_stub(library: str, version_of_symbols: str, names: set[str], out: Path, torch: str) -> None:
-    source, script = out / f"{library}.c", out / f"{library}.map"
+    source = out / f"{library}.c"
+    script = out / f"{library}.map"
     names = names - defined_symbols(out / RUNTIME)
     head = FAILING % {"library": library, "torch": torch, "status": NOT_SUPPORTED}
     source.write_text(head + "\n".join(stub_function(name) for name in sorted(names) if name.isidentifier()))

@@ -98,7 +98,8 @@ class Races:
                 self._follow(record)
 
     def _follow(self, record: Record) -> None:
-        stream, operation = int(record.stream), Operation(record.operation)
+        stream = int(record.stream)
+        operation = Operation(record.operation)
         match operation:
             case Operation.EVENT_RECORD:
                 self._events[record.size] = dict(self._now(stream))
@@ -179,10 +180,12 @@ class Races:
         self.follow()
         self.counts["launches outside operators"] += self.counts["launches"] - before
         self.find_freed()
-        self._launched, self._copies_host = {}, False
+        self._launched = {}
+        self._copies_host = False
         outputs = func(*args, **kwargs)
         self.follow()
-        launched, self._launched = self._launched, {}
+        launched = self._launched
+        self._launched = {}
         for tensor in _tensors(outputs):
             self.block(tensor.untyped_storage())  # allocated here
         if not launched and ONLY_FORM.search(func._schema.name):
@@ -210,7 +213,8 @@ class Races:
             return
         self.counts["accesses"] += 1
         self.counts["of the host" if by == HOST else "of side streams" if by else "of the compute stream"] += 1
-        start, end = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor)
+        start = tensor.data_ptr()
+        end = tensor.data_ptr() + _extent(tensor)
         new = Access(start, end, by, clock[by], is_write, operator, _line())
         block = self.block(tensor.untyped_storage())
         kept = []

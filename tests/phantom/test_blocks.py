@@ -12,9 +12,12 @@ from tests.tiny import ROOT
 def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(tmp_path):
     [rank] = run([ROOT / "tests/phantom/programs/blocks.py", "8b"], tmp_path, settings={"PHANTOM_GIB": 80})
     assert rank.status == 0, rank.output
-    found, sizes = json.loads(rank.output.splitlines()[-1]), SHAPES["8b"]
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
-    heads, groups = 128 * sizes["num_attention_heads"], 128 * sizes["num_key_value_heads"]
+    found = json.loads(rank.output.splitlines()[-1])
+    sizes = SHAPES["8b"]
+    hidden = sizes["hidden_size"]
+    inner = sizes["intermediate_size"]
+    heads = 128 * sizes["num_attention_heads"]
+    groups = 128 * sizes["num_key_value_heads"]
     # The inputs of both norms; queries, keys, values and what attention makes of them; gate and up: in 16 bits.
     formula = 2 * (2 * hidden + 2 * heads + 2 * groups + 2 * inner)
     assert found["none"][1] == pytest.approx(formula, rel=0.05) and found["none"][0] <= 192

@@ -38,7 +38,8 @@ def test_values_are_as_the_tests_for_a_gpu_want_them(tmp_path):
 
 
 def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
-    output, report = tmp_path / "gpu.json", tmp_path / "report.md"
+    output = tmp_path / "gpu.json"
+    report = tmp_path / "report.md"
     command = [ROOT / "benchmarks/gpu.py", "--tiny", "--output", output, "--report", report, "--parts", *PARTS]
     [rank] = run(command, tmp_path)
     assert rank.status == 0, rank.output[-4000:]
@@ -46,7 +47,8 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     parts = json.loads(output.read_text())["parts"]
     assert [name for name, part in parts.items() if "error" in part] == []
     assert len(parts["offload"]["rows"][0]["figures"]) == 3
-    text, planned = report.read_text(), parts["offload"]["planned"]
+    text = report.read_text()
+    planned = parts["offload"]["planned"]
     assert "On the stand-in for CUDA" in text and "| offload | resident | " in text
     assert list(planned) == list(parts["offload"]["rows"][0]["figures"])
     for each in [*planned.values(), *parts["context"]["planned"].values()]:

@@ -17,7 +17,8 @@ from tests.service import harness  # noqa: E402
 def used(client: tinker.ServiceClient, model: str, teacher: str) -> list[list[float]]:
     """Losses of three steps of two passes each; log-probabilities of a prompt under the last weights, and a teacher."""
     trainer = client.create_lora_training_client(model, rank=4, seed=1).result()
-    data, losses = harness.datums(6), list[float]()
+    data = harness.datums(6)
+    losses = list[float]()
     for _ in range(3):
         passes = [trainer.forward_backward(part, "cross_entropy") for part in (data[:2], data[2:])]
         trainer.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
@@ -37,7 +38,9 @@ def used(client: tinker.ServiceClient, model: str, teacher: str) -> list[list[fl
 def test_a_service_in_bf16_on_two_gpus_has_the_numbers_of_a_cpu(
     options: dict[str, object], models: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model, teacher, port = str(models()), str(models("llama", num_hidden_layers=3)), _free_port()
+    model = str(models())
+    teacher = str(models("llama", num_hidden_layers=3))
+    port = _free_port()
     found = list[list[list[float]]]()
     usual = {"precision": "bf16", "lora_rank": 8, "context_length": 128, "quant_cache": "off", **options}
     usual["teacher"] = teacher

@@ -126,8 +126,11 @@ def numbers(step):
 def test_cuda_calls_of_a_step_match_the_table(name, step):
     counts = step(STEPS[name])
     assert numbers(counts) == STEPS[name].numbers
-    ranks, machines, options = STEPS[name].ranks, STEPS[name].machines, STEPS[name].options
-    strategy, size = options.get("sharding_strategy", "full_shard"), options.get("context_parallel_size", 1)
+    ranks = STEPS[name].ranks
+    machines = STEPS[name].machines
+    options = STEPS[name].options
+    strategy = options.get("sharding_strategy", "full_shard")
+    size = options.get("context_parallel_size", 1)
     used = {each["group"] for each in counts["collectives"]}
     # On one rank torch makes one, too, which needs no buffers.
     assert len(used) == max(1, len(Layout(ranks, ranks // machines, strategy, size).communicators))

@@ -43,7 +43,9 @@ pytestmark = pytest.mark.quick
 
 BLOCKS = 36
 ALL = Offload(BLOCKS, embeddings=True)
-DDP, SHARDED, OFFLOADED = Placement("ddp"), Placement("full_shard"), Placement("full_shard", ALL)
+DDP = Placement("ddp")
+SHARDED = Placement("full_shard")
+OFFLOADED = Placement("full_shard", ALL)
 HYBRID = [Placement("hybrid_full_shard"), Placement("hybrid_full_shard", ALL)]
 GIB = 2**30
 NONE = Mixture(0, 1, 0, 0)
@@ -86,7 +88,8 @@ def test_placement_auto_leaves_unset_options_open(given: Any, ranks: int, expect
     # Its options ask for what was chosen; where auto puts nothing on the host it is not left open again.
     assert found[-1].options["use_cpu_offload"] == (True if offload == "auto" else offload)
     # On a CPU nothing is left open.
-    here, first = "full_shard" if strategy == "auto" else strategy, found[0].offload
+    here = "full_shard" if strategy == "auto" else strategy
+    first = found[0].offload
     assert _candidates(strategy, offload, ranks, device="cpu") == [Placement(here, first)]
     # What is known of no GPU is what was asked for, shared by the most ranks.
     unknown = choose(dict.fromkeys(found, GIB), None)
@@ -165,7 +168,10 @@ class CountedOperators(TorchDispatchMode):
 
 
 def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
-    tokens, hidden, inner, heads = 1024, 4096, 12288, 32 * 128
+    tokens = 1024
+    hidden = 4096
+    inner = 12288
+    heads = 32 * 128
     groups = heads if REPEATS_KEYS else 8 * 128
     [block] = {*measure_blocks(_parts(), BF16, Lengths([tokens]), None)}
     # The second norm's input; queries, keys, values and what attention makes of them; gate and up: in 16 bits.
@@ -235,7 +241,8 @@ def test_planned_memory_of_a_step_follows_its_placement() -> None:
     )  # fmt: skip
 
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
-        parts, block = _parts(train_type), BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
+        parts = _parts(train_type)
+        block = BlockBytes(kept=5, backward=11, recomputing=13, forward=7)
         memory = estimate_memory(parts, [block] * 36, replace(step, **changed))
         kind = "host" if memory.host else "gathered" if "layout" not in changed else "device"
         if train_type == "qlora":

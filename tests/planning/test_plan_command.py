@@ -49,7 +49,8 @@ def test_gpu_names_are_matched_in_common_spellings(written: str, name: str) -> N
 def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
     # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 12 MiB; as much for each pair of ranks that
     # exchange tokens and each of 2, or at most 4 or 16, channels; 16 or 24 of 2 MiB per GPU for NVLS.
-    one, nvls = {False: 4 * 24, True: 32 * 24}, {90: 32, 100: 48}
+    one = {False: 4 * 24, True: 32 * 24}
+    nvls = {90: 32, 100: 48}
     for name, linked in (("RTX 4090", False), ("H100 PCIe", False), ("A100 80GB", True), ("H100 SXM", True)):
         gpu = GPUS[name]
         for strategy, ranks, per_node, context, sizes, pairs in (
@@ -60,7 +61,8 @@ def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
             ("hybrid_full_shard", 16, 8, 4, [8, 8, 1, 4], 7 + 3),
         ):  # fmt: skip
             layout = Layout(ranks, per_node, strategy, context)
-            found, channels = gpu.beside_torch(layout), (16 if context > 1 else 4) if linked else 2
+            found = gpu.beside_torch(layout)
+            channels = (16 if context > 1 else 4) if linked else 2
             buffers = len(sizes) * one[linked] + pairs * channels * 12
             assert found.get("NCCL's buffers", 0) == buffers * 2**20, layout
             multicast = nvls.get(gpu.capability, 0) * sum(size for size in sizes if size > 1) * linked
@@ -182,7 +184,8 @@ def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
     lengths = [len(each) + 1 for each in AutoTokenizer.from_pretrained(folder)(texts).input_ids]
     options = {"model_name": folder, "dataset": rows, "num_epochs": 3, "context_length": 256, "dataset_format": "text"}
     gpu = ("--gpu", "RTX 3060")
-    found, [first, *_] = _json(capsys, *gpu, **options), _json(capsys, *gpu, "--auto", **options)
+    found = _json(capsys, *gpu, **options)
+    [first, *_] = _json(capsys, *gpu, "--auto", **options)
     assert found["tokens"] == first["tokens"] == 3 * sum(lengths)
     # The longest row is memory's, the mean one time's.
     whole = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample"})
@@ -208,7 +211,8 @@ def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert find_model("Qwen/Qwen3-8B", trust_remote_code=False)[1] is None
-    snapshot, refs = tmp_path / "models--Qwen--Qwen3-8B/snapshots/abc", tmp_path / "models--Qwen--Qwen3-8B/refs"
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B/snapshots/abc"
+    refs = tmp_path / "models--Qwen--Qwen3-8B/refs"
     shutil.copytree(models("qwen3"), snapshot)
     refs.mkdir()
     (refs / "main").write_text("abc")
@@ -240,7 +244,8 @@ def test_a_teachers_pass_is_planned_beside_its_student(capsys: pytest.CaptureFix
 
 
 def test_planned_step_time_includes_the_hosts_kernel_launches() -> None:
-    gpu, short = GPUS["A100 80GB"], MicroBatchSize(64, 64**2, 64)
+    gpu = GPUS["A100 80GB"]
+    short = MicroBatchSize(64, 64**2, 64)
     size = published_runs.size_of({"model": "qwen-1.8b", "train_type": "lora"})
     times = [
         seconds(count_work(size, turn, num_shards=1, recomputed_share=share, host_share=0.0), gpu)
@@ -314,11 +319,9 @@ def test_auto_increases_the_batch_if_none_is_requested(capsys: pytest.CaptureFix
         return first["tokens_per_second"], rows
 
     gpus = ("--gpu", "RTX 3090", "--num_gpus", "2", "--price_per_hour", "0.6")
-    (speed, rows), (asked, one), (accumulated, eight) = (
-        found(),
-        found(batch_size=1),
-        found(gradient_accumulation_steps=8),
-    )
+    (speed, rows) = found()
+    (asked, one) = found(batch_size=1)
+    (accumulated, eight) = found(gradient_accumulation_steps=8)
     assert (one, eight) == (1, 8) and rows > 8
     # The weights come over the link once in a micro-batch: more rows are the faster the slower it is.
     assert 3 * asked < speed and asked < accumulated < speed

@@ -15,8 +15,12 @@ from transformers import AutoModelForCausalLM
 from fsdp_qlora.data.batches.rows import TokenizedRows
 from tests.tiny import SIZES, flags
 
-STEPS, LR = 5, 0.3  # of SGD: see tests/rounding.py
-PROMPTS, ANSWERS, LONGEST = 4, 3, 8
+# of SGD: see tests/rounding.py
+STEPS = 5
+LR = 0.3
+PROMPTS = 4
+ANSWERS = 3
+LONGEST = 8
 END = SIZES["eos_token_id"]
 # Name -> (model family, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

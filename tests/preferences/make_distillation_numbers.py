@@ -48,7 +48,9 @@ class Served(Given, ServerDistillationTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, teacher_model: Any, **others: Any) -> None:
         DistillationTrainer.__init__(self, *args, **others)
-        self.teacher, self.loss_top_k, self.loss_add_tail = teacher_model, self.args.loss_top_k, self.args.loss_add_tail
+        self.teacher = teacher_model
+        self.loss_top_k = self.args.loss_top_k
+        self.loss_add_tail = self.args.loss_add_tail
 
     @torch.no_grad()
     def _get_teacher_token_logprobs_from_server(self, inputs: Any, prompt_length: int) -> dict[str, torch.Tensor]:
@@ -77,7 +79,9 @@ class Stored(torch.nn.Module):
 
     def __init__(self, teacher: Any, temperature: float) -> None:
         super().__init__()
-        self.teacher, self.temperature, self.embed_tokens = teacher, temperature, teacher.model.embed_tokens
+        self.teacher = teacher
+        self.temperature = temperature
+        self.embed_tokens = teacher.model.embed_tokens
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
         logits = self.teacher(input_ids=input_ids, attention_mask=attention_mask).logits
@@ -88,22 +92,27 @@ class Stored(torch.nn.Module):
 def load_teacher(folder: Path, temperature: float, *, is_stored: bool) -> Any:
     teacher = AutoModelForCausalLM.from_pretrained(folder)
     if is_stored:
-        inside, size = AutoModelForCausalLM.from_pretrained(folder).eval(), teacher.config.vocab_size
-        teacher.model, teacher.lm_head = Stored(inside, temperature), torch.nn.Linear(size, size, bias=False)
+        inside = AutoModelForCausalLM.from_pretrained(folder).eval()
+        size = teacher.config.vocab_size
+        teacher.model = Stored(inside, temperature)
+        teacher.lm_head = torch.nn.Linear(size, size, bias=False)
         torch.nn.init.eye_(teacher.lm_head.weight)
     return teacher.eval()
 
 
 def train(name: str, options: dict[str, Any], folder: Path, *, is_stored: bool = True) -> dict[str, Any]:
     """The steps, and a sketch of what was trained."""
-    base, teacher = make_model(folder / "student"), make_model(folder / "teacher", **TEACHER)
+    base = make_model(folder / "student")
+    teacher = make_model(folder / "teacher", **TEACHER)
     trainer_class, config_class = TRAINERS[name]
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
     own = dict(options)
-    is_full, k = own.pop("train_type", None) == "full", own.pop("top_k", None)
+    is_full = own.pop("train_type", None) == "full"
+    k = own.pop("top_k", None)
     # A server's loss is the mean of the micro-batches' means.
-    batch_size, lr = 4 if name == "server" else 2, FULL_LR if is_full else LR
+    batch_size = 4 if name == "server" else 2
+    lr = FULL_LR if is_full else LR
     config = {**own, **plain_sgd(folder, steps=STEPS, lr=lr, batch_size=batch_size)}
     config["gradient_accumulation_steps"] = 4 // batch_size
     config |= {"lmbda": 0.0, "train_sampling_strategy": "sequential"} if name == "gkd" else {"shuffle_dataset": False}
@@ -122,7 +131,8 @@ def train(name: str, options: dict[str, Any], folder: Path, *, is_stored: bool =
         processing_class=tokenizer,
         peft_config=peft,
     )
-    trainer.rows, trainer.is_stored = rows, is_stored
+    trainer.rows = rows
+    trainer.is_stored = is_stored
     with torch.no_grad():
         for parameter_name, parameter in trainer.model.named_parameters():
             if peft and parameter.requires_grad:

@@ -77,7 +77,8 @@ def numbers(options: dict[str, Any], model_type: str, folder: Path) -> dict[str,
         model, fixed, args=config, train_dataset=prompts, processing_class=tokenizer, rollout_func=fixed.roll_out
     )
     if corrects:  # vLLM itself is asked for nothing
-        trainer.use_vllm, trainer._last_loaded_step = True, -1
+        trainer.use_vllm = True
+        trainer._last_loaded_step = -1
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer.train()
     fixed.take_advantages(trainer)

@@ -8,7 +8,9 @@ from safetensors.torch import load_file
 
 from tests.tiny import WORDS, train_ok, write_rows
 
-STEPS, LR = 10, 0.3  # of SGD: see tests/rounding.py
+# of SGD: see tests/rounding.py
+STEPS = 10
+LR = 0.3
 # Name -> (model family, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("llama", {"objective": "dpo"}),
@@ -79,7 +81,8 @@ def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> di
 
 def sketch(adapter: Path) -> list[float]:
     """A number of each tensor of an adapter or a model that changes with each of its values: the product with noise."""
-    found, generator = load_file(next(adapter.glob("*model.safetensors"))), torch.Generator().manual_seed(0)
+    found = load_file(next(adapter.glob("*model.safetensors")))
+    generator = torch.Generator().manual_seed(0)
     noise = {name: torch.randn(found[name].shape, generator=generator, dtype=torch.float64) for name in sorted(found)}
     return [float((found[name] * values).sum()) for name, values in noise.items()]
 

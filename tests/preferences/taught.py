@@ -2,8 +2,12 @@
 
 from typing import Any
 
-STEPS, ROWS = 5, 20  # four rows a step
-LR, FULL_LR = 0.5, 0.1  # with a higher one the roundings of five full steps grow
+# four rows a step
+STEPS = 5
+ROWS = 20
+# with a higher one the roundings of five full steps grow
+LR = 0.5
+FULL_LR = 0.1
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
 TEACHER: dict[str, Any] = {"num_hidden_layers": 3}
 # Name -> (trainer, options).

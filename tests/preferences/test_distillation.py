@@ -28,7 +28,10 @@ from tests.tiny import ROOT, all_slow_but, flags, make_rows, on_ranks, run_ranks
 
 Models = Callable[..., Path]
 Encoded = list[tuple[torch.Tensor, torch.Tensor]]
-STEPS, LR, RANK, NEVER = 5, 0.5, 4, math.log(1e-30)
+STEPS = 5
+LR = 0.5
+RANK = 4
+NEVER = math.log(1e-30)
 # name -> (ranks, options)
 SELF: dict[str, tuple[int, dict[str, Any]]] = {
     "forward": (1, {"beta": 0.0, "batch_size": 8}),
@@ -66,14 +69,18 @@ def taught(logits: torch.Tensor, temperature: float = 1.0, k: int = 0) -> tuple[
 def distill_plainly(folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **options: Any) -> Plain:
     """Full-batch steps of SGD: losses, gradient norms and the adapter. steps: rows, and what is `taught` of each."""
     torch.manual_seed(0)
-    base, is_full = load_base(folder, four_bit=False), options.get("train_type") == "full"
+    base = load_base(folder, four_bit=False)
+    is_full = options.get("train_type") == "full"
     model = (base if is_full else peft_model(base, r=RANK, lora_alpha=8)).train()
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     for name, parameter in trained.items() if not is_full else ():
         parameter.data.copy_(first_adapter_value(name.replace(".default", ""), parameter.shape, seed=42))
-    optimizer, losses, norms = torch.optim.SGD(trained.values(), lr=LR), [], []
+    optimizer = torch.optim.SGD(trained.values(), lr=LR)
+    losses = []
+    norms = []
     for student, teachers in steps:
-        total, count = torch.zeros((), dtype=torch.float64), sum(len(each) for _, each in teachers)
+        total = torch.zeros((), dtype=torch.float64)
+        count = sum(len(each) for _, each in teachers)
         for (ids, labels), (best, expected) in zip(student, teachers, strict=True):
             own = learned_logits(model, ids, labels)
             logps = (own / options.get("temperature", 1.0)).log_softmax(-1)
@@ -89,9 +96,19 @@ def distill_plainly(folder: Path, steps: Iterable[tuple[Encoded, list[Any]]], **
 
 def run_options(model: Path, rows: Path, **changed: Any) -> dict[str, Any]:
     return {
-        **{"model_name": model, "dataset": rows, "objective": "distill", "train_type": "lora", "lora_alpha": 8},
-        **{"precision": "fp32", "optimizer": "sgd", "lr": LR, "lr_scheduler": "constant", "warmup": 0},
-        **{"num_epochs": STEPS, "lora_rank": RANK, **changed},
+        "model_name": model,
+        "dataset": rows,
+        "objective": "distill",
+        "train_type": "lora",
+        "lora_alpha": 8,
+        "precision": "fp32",
+        "optimizer": "sgd",
+        "lr": LR,
+        "lr_scheduler": "constant",
+        "warmup": 0,
+        "num_epochs": STEPS,
+        "lora_rank": RANK,
+        **changed,
     }
 
 
@@ -112,7 +129,9 @@ def check_same(output: Path, expected: Plain) -> None:
 
 @pytest.mark.parametrize("case", all_slow_but("jsd", SELF))
 def test_five_steps_from_its_own_base_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
-    model, rows, (ranks, options) = models("llama"), taught_rows(8), SELF[case]
+    model = models("llama")
+    rows = taught_rows(8)
+    (ranks, options) = SELF[case]
     base = load_base(model, four_bit=False)
     with torch.no_grad():
         logits = [learned_logits(base, *encoded) for encoded in encode(model, of_teacher(rows))]
@@ -189,8 +208,10 @@ K = 7
 
 @pytest.mark.parametrize("case", all_slow_but("reverse", OFFLINE, nightly=["jsd", "shared", "full"]))
 def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
-    model, teacher = models("llama"), models("llama", num_hidden_layers=3, vocab_size=330)
-    rows, (ranks, options) = make_rows(8), OFFLINE[case]
+    model = models("llama")
+    teacher = models("llama", num_hidden_layers=3, vocab_size=330)
+    rows = make_rows(8)
+    (ranks, options) = OFFLINE[case]
     base = load_base(teacher, four_bit=False)
     with torch.no_grad():
         logits = [learned_logits(base, *encoded)[:, :320] for encoded in encode(model, rows)]
@@ -207,7 +228,8 @@ def test_five_steps_from_a_larger_teacher_match_a_plain_loop(case: str, models: 
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(models: Models, tmp_path: Path) -> None:
-    teacher, file = tmp_path / "teacher", write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    teacher = tmp_path / "teacher"
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(4))
     shutil.copytree(models("llama"), teacher)
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -292,7 +314,8 @@ def test_a_killed_teacher_continues_and_ends_with_the_same_bytes(models: Models,
 
 def test_a_teachers_pass_by_two_ranks_is_read_by_one_without_the_teacher(models: Models, tmp_path: Path) -> None:
     """In the folder that `teach` wrote; of rows that it lacks, or another temperature, the run does not start."""
-    teacher, file = tmp_path / "teacher", write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    teacher = tmp_path / "teacher"
+    file = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     shutil.copytree(models("llama", num_hidden_layers=3), teacher)
     run = run_options(models("llama"), file, teacher=teacher, batch_size=4, context_length=512)
     train_ok(2, tmp_path / "whole", **run)

@@ -30,8 +30,11 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-CHOSEN, REJECTED = (-12.0, -14.0, 4.0), (-15.0, -13.0, 10.0)  # log-probabilities and tokens
-MARGIN, MEAN_MARGIN = 2.0 - -2.0, 2.0 / 4 - -2.0 / 10
+# log-probabilities and tokens
+CHOSEN = (-12.0, -14.0, 4.0)
+REJECTED = (-15.0, -13.0, 10.0)
+MARGIN = 2.0 - -2.0
+MEAN_MARGIN = 2.0 / 4 - -2.0 / 10
 MEAN = (-12.0 / 4, -15.0 / 10)
 ODDS = [math.log(math.exp(mean) / (1 - math.exp(mean))) for mean in MEAN]
 # (objective, options, the loss of a pair with a reference of its own)
@@ -56,7 +59,8 @@ FORMULAS: list[tuple[str, dict[str, Any], float]] = [
 @pytest.mark.quick
 @pytest.mark.parametrize(("name", "options", "expected"), FORMULAS)
 def test_pair_losses_match_their_formulas(name: str, options: dict[str, Any], expected: float) -> None:
-    row, settings = OBJECTIVES[name], LossSettings(**options)
+    row = OBJECTIVES[name]
+    settings = LossSettings(**options)
     without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
     chosen, rejected = answers(*((CHOSEN, REJECTED) if row.has_reference else without))
     assert row.loss is not None

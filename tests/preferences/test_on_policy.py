@@ -27,7 +27,8 @@ from tests.reference import encode, load_base
 from tests.rollouts.lora_server import LoraServer, Sampler
 from tests.tiny import all_slow_but, flags, run_ranks, train_ok, write_rows
 
-K, LONGEST = 7, 6
+K = 7
+LONGEST = 6
 
 
 class TeacherServer(LoraServer):
@@ -38,7 +39,8 @@ class TeacherServer(LoraServer):
         self.model = load_base(folder, four_bit=False)
 
     def completions(self, body: dict[str, Any]) -> tuple[int, Any]:
-        ids, k = body["prompt"], body["prompt_logprobs"]
+        ids = body["prompt"]
+        k = body["prompt_logprobs"]
         with self.lock, torch.no_grad():
             logps = self.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
         found: list[dict[str, Any] | None] = [None]
@@ -88,12 +90,15 @@ SELF: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", all_slow_but("reverse", SELF, nightly=["jsd", "forward"]))
 def test_five_steps_on_own_answers_match_a_plain_loop(case: str, models: Models, tmp_path: Path) -> None:
-    model, (ranks, options), rows = models("llama"), SELF[case], taught_rows(40)
+    model = models("llama")
+    (ranks, options) = SELF[case]
+    rows = taught_rows(40)
     train_ok(ranks, tmp_path / "out", **on_policy(model, write_rows(tmp_path / "rows.jsonl", rows), **options))
     first = json.loads((tmp_path / "out/rollouts.jsonl").read_text().partition("\n")[0])
     [(asked, labels)] = encode(model, of_teacher([rows[first["row"] - 1]]))
     assert first["teacher_prompt_ids"] == asked[labels == -100].tolist()
-    base, seen = load_base(model, four_bit=False), sampled(tmp_path / "out", "teacher_prompt_ids")
+    base = load_base(model, four_bit=False)
+    seen = sampled(tmp_path / "out", "teacher_prompt_ids")
     with torch.no_grad():
         teachers = [[taught(learned_logits(base, *each), options.get("temperature", 1.0)) for each in e] for e in seen]
     students = sampled(tmp_path / "out", "prompt_ids")
@@ -104,7 +109,8 @@ def test_five_steps_on_own_answers_match_a_plain_loop(case: str, models: Models,
 
 def told(logits: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a server tells of tokens: those of its k likeliest that the student knows, and the mass of all others."""
-    logps, best = logits.log_softmax(-1), logits.topk(K).indices
+    logps = logits.log_softmax(-1)
+    best = logits.topk(K).indices
     known = best < vocabulary
     of_known = logps.gather(-1, best).where(known, NEVER)
     return best.where(known, vocabulary), torch.cat([of_known, (1 - of_known.exp().sum(-1, keepdim=True)).log()], -1)
@@ -121,8 +127,10 @@ SERVED: dict[str, tuple[int, dict[str, Any]]] = {
 def test_five_steps_from_a_server_match_a_plain_loop(
     case: str, served: Callable[..., TeacherServer], models: Models, tmp_path: Path
 ) -> None:
-    model, (ranks, options) = models("llama"), SERVED[case]
-    server, rows = served(num_hidden_layers=3, vocab_size=330), taught_rows(20)
+    model = models("llama")
+    (ranks, options) = SERVED[case]
+    server = served(num_hidden_layers=3, vocab_size=330)
+    rows = taught_rows(20)
     rows = [row if i % 2 else {**row, "teacher_prompt": ""} for i, row in enumerate(rows)]
     run = on_policy(model, write_rows(tmp_path / "rows.jsonl", rows), teacher=server.base, top_k=K, **options)
     train_ok(ranks, tmp_path / "out", teacher_url=server.url, **run)
@@ -138,7 +146,9 @@ def test_a_server_answers_what_another_one_scores(
     served: Callable[..., TeacherServer], models: Models, tmp_path: Path
 ) -> None:
     """Two ranks; the server that answers gets each step's adapter, which is found to be used."""
-    model, teacher, rows = models("llama"), served(num_hidden_layers=3), taught_rows(20)
+    model = models("llama")
+    teacher = served(num_hidden_layers=3)
+    rows = taught_rows(20)
     sampler = Sampler(str(model))
     run = on_policy(model, write_rows(tmp_path / "rows.jsonl", rows), beta=1.0, batch_size=2, top_k=K)
     with LoraServer(str(model), sampler, sampler.end) as server:
@@ -157,7 +167,8 @@ def test_a_server_answers_what_another_one_scores(
 def test_what_a_teacher_of_own_answers_cannot_do_is_refused(
     served: Callable[..., TeacherServer], models: Models, tmp_path: Path
 ) -> None:
-    server, rows = served(num_hidden_layers=3), write_rows(tmp_path / "rows.jsonl", taught_rows(4))
+    server = served(num_hidden_layers=3)
+    rows = write_rows(tmp_path / "rows.jsonl", taught_rows(4))
     there = {"teacher": server.base, "teacher_url": server.url}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"teacher": server.base}, "another model teaches from a server"),

@@ -87,7 +87,8 @@ def test_five_grpo_steps_match_trl(ranks: int, starts: dict[str, tuple[Path, Pat
 
 @pytest.mark.parametrize("case", CASES)
 def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
-    scale, theirs = CASES[case][1].get("scale_rewards", "group"), TRL[case]["advantages"]
+    scale = CASES[case][1].get("scale_rewards", "group")
+    theirs = TRL[case]["advantages"]
     for ours, expected in zip(gains(scale), theirs, strict=False):
         assert ours == pytest.approx(expected, abs=OFF)
     steps = [step for step in TRL[case]["steps"] if "reward" in step]
@@ -95,7 +96,13 @@ def test_advantages_and_metrics_of_answers_are_those_of_trl(case: str) -> None:
     for generation, step in enumerate(steps):
         rollouts = [
             Rollout(
-                **{"step": 1, "version": 0, "row": 1, "prompt": "", "text": "", "advantage": 0.0, "prompt_ids": []},
+                step=1,
+                version=0,
+                row=1,
+                prompt="",
+                text="",
+                advantage=0.0,
+                prompt_ids=[],
                 completion=Completion(each.completion, is_done=each.completion[-1] == END),
                 reward=each.reward,
                 rewards={"fixed": each.reward},
@@ -142,7 +149,12 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
         found = answers(step // 2)
         if step % 2 == 0:
             old = under(trained, found)
-        reference, loss, kls, ratios, weights, entropies = under(begin, found), 0.0, [], [], [], []
+        reference = under(begin, found)
+        loss = 0.0
+        kls = []
+        ratios = []
+        weights = []
+        entropies = []
         pairs = [
             pair for own, each in zip(old, found, strict=True) for pair in zip(own.tolist(), each.logps, strict=True)
         ]
@@ -151,7 +163,8 @@ def in_float64(base: Path, start: Path) -> list[dict[str, float]]:
             entropies += (-(spread.exp() * spread).sum(dim=-1)).tolist()
             for i, token in enumerate(answer.completion):
                 ratio = (spread[i, token] - before[i]).exp()
-                better, clipped = ratio * advantage, ratio.clamp(0.95, 1.1) * advantage
+                better = ratio * advantage
+                clipped = ratio.clamp(0.95, 1.1) * advantage
                 weight = min(3.0, float((before[i] - answer.logps[i]).exp()))
                 kl = ratio * ((known[i] - spread[i, token]).exp() - (known[i] - spread[i, token]) - 1)
                 loss = loss - min(better, clipped) * weight + 0.2 * kl
@@ -237,7 +250,9 @@ def test_numbers_do_not_depend_on_the_split_of_answers(
 
 def test_answers_without_sampled_probabilities_are_weighed_by_1() -> None:
     objective = make_objective("grpo", LossSettings(loss_type="dapo", beta=0.0))
-    logps, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5])  # of the second step on older answers
+    # of the second step on older answers
+    logps = torch.tensor([-1.0, -2.0])
+    old = torch.tensor([-1.5, -1.5])
     answers = {"old_logps": old, "advantages": torch.ones(2)}
     batch: Any = SimpleNamespace(answers=answers, targets=torch.tensor([3, 4]))
     measured = objective.measure(torch.stack([-logps, torch.zeros(2)]), batch, Totals(2, num_targets=2))

@@ -148,7 +148,8 @@ def _train_counting_gathers(argv: list[str], file: Path) -> int:
     import train
     from fsdp_qlora.training.trainer import Trainer
 
-    counts, train_step = [], Trainer.train_step
+    counts = []
+    train_step = Trainer.train_step
 
     def counted_step(*args: Any) -> dict[str, Any]:
         before = gather.call_count

@@ -105,11 +105,13 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
 def test_both_answers_are_learned_after_their_common_prompt(
     row: dict[str, Any], expected: tuple[str, str], tmp_path: Path
 ) -> None:
-    (rows, _), tokenizer = prepared([row], tmp_path, prompt_template="chat"), spelled_tokenizer("byte_level")
+    (rows, _) = prepared([row], tmp_path, prompt_template="chat")
+    tokenizer = spelled_tokenizer("byte_level")
     assert len(rows) == 1
     for document, text in enumerate(expected):
         span = slice(*rows.document_offsets[document : document + 2])
-        ids, learned = rows.input_ids[span], rows.learned[span]
+        ids = rows.input_ids[span]
+        learned = rows.learned[span]
         assert f"{tokenizer.decode(ids[~learned])}|{tokenizer.decode(ids[learned])}" == text
     assert rows.num_targets.tolist() == [rows.learned.sum()] == [rows.document_targets.sum()]
 
@@ -205,7 +207,8 @@ def filled(num_rows: int, first: int) -> TokenizedRows:
 
 @pytest.mark.quick
 def test_slices_and_joined_tables_keep_every_array() -> None:
-    whole, others = filled(3, 100), filled(2, 200)
+    whole = filled(3, 100)
+    others = filled(2, 200)
     again = join_rows([whole[row] for row in range(3)])
     assert {name: array.tolist() for name, array in again.arrays.items()} == {
         name: array.tolist() for name, array in whole.arrays.items()
@@ -266,7 +269,8 @@ LABELED: list[dict[str, Any]] = [
 
 @pytest.mark.quick
 def test_kto_rows_are_paired_with_another_rows_answer(tmp_path: Path) -> None:
-    (rows, _), tokenizer = prepared(LABELED, tmp_path, objective="kto"), spelled_tokenizer("byte_level")
+    (rows, _) = prepared(LABELED, tmp_path, objective="kto")
+    tokenizer = spelled_tokenizer("byte_level")
     assert rows.desired.tolist() == [True, False, True, False]
     texts = [
         tokenizer.decode(rows.input_ids[slice(*rows.document_offsets[i : i + 2])]) for i in range(2 * len(LABELED))

@@ -78,7 +78,8 @@ def refusal(options: Options, folder: Path) -> str:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", TENSORS)
 def test_values_that_no_teacher_says_are_refused(how: str, options: Options, folder: Path) -> None:
-    [path], (change, said) = files_of(folder), TENSORS[how]
+    [path] = files_of(folder)
+    (change, said) = TENSORS[how]
     rewrite(path, change)
     message = refusal(options, folder)
     assert said in message and path.name in message
@@ -227,7 +228,8 @@ def test_files_that_cannot_be_written_end_a_teachers_pass_in_a_sentence(
     Two ranks, of which one writes.
     """
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
-    folder, size = tmp_path / "out", files_of(original)[0].stat().st_size
+    folder = tmp_path / "out"
+    size = files_of(original)[0].stat().st_size
     run = {**options, "output_dir": folder, "nproc_per_node": 2, "batch_size": 2}
     statuses, text = on_ranks(2, _limited, (size - 1, [command, *flags(**run)]), tmp_path / "logs")
     assert statuses == [2, 2] and "Traceback" not in text, text[-3000:]

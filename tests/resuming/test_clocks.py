@@ -23,13 +23,18 @@ class Clocks:
     """The system's clocks: the time of day, since boot, and since boot without what was suspended."""
 
     def __init__(self) -> None:
-        self.day, self.boot, self.awake = 1e9, 1000.0, 1000.0
+        self.day = 1e9
+        self.boot = 1000.0
+        self.awake = 1000.0
 
     def work(self, seconds: float) -> None:
-        self.day, self.boot, self.awake = self.day + seconds, self.boot + seconds, self.awake + seconds
+        self.day = self.day + seconds
+        self.boot = self.boot + seconds
+        self.awake = self.awake + seconds
 
     def suspend(self, seconds: float) -> None:
-        self.day, self.boot = self.day + seconds, self.boot + seconds
+        self.day = self.day + seconds
+        self.boot = self.boot + seconds
 
     stand_still = work  # a virtual machine, whose host continues
 

@@ -100,7 +100,8 @@ def test_a_run_with_missing_checkpoints_does_not_start_at_step_0(lose: Callable[
 def test_unreadable_checkpoints_are_retried_and_not_quarantined(
     name: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, before = Path.open, sorted(run.rglob("*"))
+    original = Path.open
+    before = sorted(run.rglob("*"))
 
     def fails(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == name:
@@ -144,7 +145,8 @@ def test_a_mirror_with_a_partial_first_copy_is_not_a_lost_disk(run: Path, tmp_pa
 
 
 def test_deeply_nested_json_is_refused_and_renames_nothing(run: Path, tmp_path: Path) -> None:
-    mirror, cache = open_store(str(tmp_path / "mirror")), tmp_path / "cache" / "entry"
+    mirror = open_store(str(tmp_path / "mirror"))
+    cache = tmp_path / "cache" / "entry"
     mirror.update(run)
     cache.mkdir(parents=True)
     files = [tmp_path / "mirror" / run_files.RUN, cache / CHECKSUMS, cache / "model.safetensors.index.json"]

@@ -37,9 +37,12 @@ from tests.resuming import test_train_state
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1, "versions": {"torch": "2.13.0"}}
-TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "dims": [3]}
+TENSORS = "state_00000.safetensors"
+ROWS = {"kind": "rows", "dtype": "F32", "dims": [3]}
 DESCRIPTION: dict[str, Any] = {
-    **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}},
+    "files": 1,
+    "is_sharded": False,
+    "shapes": {"w": [2, 3]},
     "layout": {"w": {"parameter": ROWS, "exp_avg": ROWS}},
 }
 
@@ -80,7 +83,8 @@ def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = Fal
 
 
 def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Path) -> None:
-    out, other = tmp_path / "out", add_step(tmp_path / "other", 5, "other")
+    out = tmp_path / "out"
+    other = add_step(tmp_path / "other", 5, "other")
     first = begin(out, resume_from=other)
     again = begin(out, resume_from=other, unattended=True)  # it has no checkpoint of its own yet
     assert (first.step, again.step, again.folder) == (5, 5, str(other))
@@ -91,7 +95,8 @@ def test_a_restart_continues_and_does_not_repeat_an_explicit_resume(tmp_path: Pa
 
 
 def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -> None:
-    out, root = tmp_path / "out", tmp_path / "out" / run_files.CHECKPOINTS
+    out = tmp_path / "out"
+    root = tmp_path / "out" / run_files.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
     first = begin(out, resume_from=earlier, unattended=True)
@@ -108,7 +113,9 @@ def test_a_restart_does_not_go_back_to_the_explicit_checkpoint(tmp_path: Path) -
 
 
 def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path) -> None:
-    box, out, mirror = tmp_path / "other_box", tmp_path / "out", open_store(str(tmp_path / "mirror"))
+    box = tmp_path / "other_box"
+    out = tmp_path / "out"
+    mirror = open_store(str(tmp_path / "mirror"))
     run_id = begin(out, mirror=mirror).run_id
     add_step(out, 10, run_id)
     mirror.update(out)
@@ -132,7 +139,8 @@ def test_a_folder_behind_its_mirror_fetches_the_newest_checkpoint(tmp_path: Path
 
 def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    run_id, found = begin(out).run_id, []
+    run_id = begin(out).run_id
+    found = []
     ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
     for step, end in enumerate(ends, start=1):
         status = read_json(out / run_files.STATUS)
@@ -148,7 +156,8 @@ def test_restarts_remember_how_many_blocks_recomputed_at_out_of_memory(tmp_path:
 
 
 def test_a_mirror_with_damaged_checkpoints_does_not_start_at_step_0(tmp_path: Path) -> None:
-    out, mirror = tmp_path / "out", open_store(str(tmp_path / "mirror"))
+    out = tmp_path / "out"
+    mirror = open_store(str(tmp_path / "mirror"))
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
     (folder / checkpoint.STATE).write_text("{}")
     mirror.update(out)
@@ -201,7 +210,8 @@ def as_gloo_does() -> None:
 
 @pytest.mark.parametrize("happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does])
 def test_preemption_during_loading_is_not_counted_as_a_failure(happens: Callable[[], None], tmp_path: Path) -> None:
-    out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
+    out = tmp_path / "out"
+    before = signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
     for place in ("load", "prepare", "load", "prepare"):
         guard = guard_of(out)

@@ -24,11 +24,16 @@ class LoraServer(ThreadingHTTPServer):
     asked: the paths and bodies of all requests. adapters: name -> folder.
     """
 
-    daemon_threads, request_queue_size, allow_reuse_address = True, 256, True
+    daemon_threads = True
+    request_queue_size = 256
+    allow_reuse_address = True
 
     def __init__(self, base: str, choose: Choose, end: int, port: int = 0) -> None:
         super().__init__(("localhost", port), _Handler)
-        self.base, self.choose, self.end, self.lock = base, choose, end, threading.Lock()
+        self.base = base
+        self.choose = choose
+        self.end = end
+        self.lock = threading.Lock()
         self.adapters: dict[str, str] = {}
         self.faults: list[Fault] = []
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -49,7 +54,8 @@ class LoraServer(ThreadingHTTPServer):
         return 200, {"data": cards + [{"id": name, "parent": self.base} for name in self.adapters]}
 
     def load_lora_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
-        name, path = body.get("lora_name"), body.get("lora_path")
+        name = body.get("lora_name")
+        path = body.get("lora_path")
         if not name or not path or name in self.adapters:
             return 400, _error("the request is wrong, or the adapter is there")
         if not (Path(path) / "adapter_config.json").is_file():
@@ -121,7 +127,8 @@ class Sampler:
 
         if adapter != self._loaded:
             base = self.model.unload() if self._loaded else self.model
-            self.model, self._loaded = PeftModel.from_pretrained(base, adapter).eval(), adapter
+            self.model = PeftModel.from_pretrained(base, adapter).eval()
+            self._loaded = adapter
         return self.sample(request)
 
     def sample(self, request: dict[str, Any]) -> tuple[list[int], list[float]]:

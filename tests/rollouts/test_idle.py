@@ -26,13 +26,13 @@ def of_answers(equal: float, cut: float, grad_norm: float = 0.0, reward: float =
     return of_step(grad_norm, **metrics)
 
 
-IDLE, LEARNS = of_step(0.0), of_step(0.1)
-EQUAL, DIFFERENT, WITHOUT_REWARD = (
-    of_answers(1, 1),
-    of_answers(0.5, 1, 0.3),
-    of_answers(float("nan"), 1, 0.0, float("nan")),
-)
-CUT, ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 1.0}, {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
+IDLE = of_step(0.0)
+LEARNS = of_step(0.1)
+EQUAL = of_answers(1, 1)
+DIFFERENT = of_answers(0.5, 1, 0.3)
+WITHOUT_REWARD = of_answers(float("nan"), 1, 0.0, float("nan"))
+CUT = {"grad_norm": 0.1, "completions/clipped_ratio": 1.0}
+ENDED = {"grad_norm": 0.1, "completions/clipped_ratio": 0.9}
 
 
 @pytest.mark.quick

@@ -299,7 +299,8 @@ def rollouts(tmp_path: Path) -> Iterator[Callable[..., Iterator[StepRows]]]:
 
     def steps(word: str = "length:1", **since: Any) -> Iterator[StepRows]:
         scorer = Scorer([word], zero_on_error=False, seconds=60)
-        place, spell = tmp_path / "rollouts.jsonl", str
+        place = tmp_path / "rollouts.jsonl"
+        spell = str
         made = Rollouts(data, Parrot(), scorer, place, ranks, Control(), spell, None, "group")  # type: ignore[arg-type]
         return made.steps(make_schedule(config, data, 1), **since)
 
@@ -338,9 +339,11 @@ def test_a_checkpoint_recognizes_the_answers_that_it_needs(
 def test_damaged_rollouts_are_refused_or_give_the_same_rows(
     seeds: range, rollouts: Callable[..., Iterator[StepRows]], tmp_path: Path
 ) -> None:
-    path, ends = tmp_path / "rollouts.jsonl", Counter[bool]()
+    path = tmp_path / "rollouts.jsonl"
+    ends = Counter[bool]()
     [*_, third] = itertools.islice(rollouts(), 3)
-    whole, memory = path.read_bytes(), psutil.Process().memory_info().rss
+    whole = path.read_bytes()
+    memory = psutil.Process().memory_info().rss
     for seed in seeds:
         path.write_bytes(damaged(whole, seed))
         with contextlib.suppress(TrainingError):

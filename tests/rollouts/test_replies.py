@@ -20,8 +20,10 @@ from tests.rollouts.lora_server import LoraServer
 
 pytestmark = pytest.mark.quick
 
-K, VOCABULARY = 2, 10
-PROMPT, COMPLETION = [1, 2], [3, 4]
+K = 2
+VOCABULARY = 10
+PROMPT = [1, 2]
+COMPLETION = [3, 4]
 
 
 @pytest.fixture
@@ -45,7 +47,8 @@ def logp(value: Any) -> dict[str, Any]:
     return {"logprob": value, "rank": 1}
 
 
-HALF, QUARTER = math.log(0.5), math.log(0.25)
+HALF = math.log(0.5)
+QUARTER = math.log(0.25)
 TOLD = {"7": logp(HALF), "5": logp(QUARTER)}
 
 

@@ -94,7 +94,8 @@ def b(completions, **_): return [None] * len(completions)
 
 
 def test_a_reward_file_runs_once_with_its_neighbours_and_pools(tmp_path: Path) -> None:
-    path, log = tmp_path / "own.py", tmp_path / "log"
+    path = tmp_path / "own.py"
+    log = tmp_path / "log"
     path.write_text(IMPORTS)
     (tmp_path / "beside.py").write_text("ONE = 1.0")
     words = [f"{path}:a", f"{path}:b=-0.5", "length:20=1e-2"]
@@ -204,7 +205,9 @@ def test_a_rollout_is_the_line_that_runs_before_wrote() -> None:
 
 
 def test_metrics_of_answers_have_trls_names_and_values() -> None:
-    rewards, tokens, is_done = (1, 0, 1, None), (2, 4, 3, 4), (True, False, True, False)
+    rewards = (1, 0, 1, None)
+    tokens = (2, 4, 3, 4)
+    is_done = (True, False, True, False)
     made = [Completion([0] * number, done) for number, done in zip(tokens, is_done, strict=True)]
     found = metrics_of([rollout(reward=reward, completion=each) for reward, each in zip(rewards, made, strict=True)], 2)
     assert found["reward"] == found["rewards/mine/mean"] == pytest.approx(2 / 3)
@@ -263,7 +266,8 @@ def test_rollouts_that_are_no_file_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_makes_room_for_rollouts_or_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, full = tmp_path / "rollouts.jsonl", iter([True, True, False])
+    path = tmp_path / "rollouts.jsonl"
+    full = iter([True, True, False])
     append_rollouts(path, [rollout()])
 
     def flush(_: int) -> None:

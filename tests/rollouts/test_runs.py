@@ -29,8 +29,15 @@ Models = Callable[..., Path]
 
 # Two prompts with four answers each in a step.
 OPTIONS: dict[str, Any] = {
-    **{"objective": "grpo", "train_type": "lora", "lora_rank": 4, "precision": "fp32", "lr": 1e-2},
-    **{"num_generations": 4, "max_completion_length": 8, "context_length": 64, "quant_cache": "off"},
+    "objective": "grpo",
+    "train_type": "lora",
+    "lora_rank": 4,
+    "precision": "fp32",
+    "lr": 1e-2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "context_length": 64,
+    "quant_cache": "off",
     "save_every": 1,
 }
 SHORT = (
@@ -100,7 +107,8 @@ def short(completions, answer, prompts, **_):
 
 
 def test_a_failing_function_ends_every_rank_with_a_checkpoint(models: Models, tmp_path: Path) -> None:
-    out, mirror = tmp_path / "out", tmp_path / "mirror"
+    out = tmp_path / "out"
+    mirror = tmp_path / "mirror"
     options = {**inputs(models, tmp_path, function=FAILING), "output_dir": out, "mirror": mirror}
     options |= {"save_every": "none", "log_to": "stdout"}
     options |= {"gradient_accumulation_steps": 4, "num_iterations": 2}
@@ -161,7 +169,9 @@ def test_sampled_answers_end_at_the_end_tokens_of_the_model(place: str, tmp_path
 def test_the_end_of_a_templates_turn_is_saved_with_adapter_and_merge(
     objective: str, tmp_path: Path, lines: list[str]
 ) -> None:
-    model, out, merged = make_chat_model(tmp_path / "model"), tmp_path / "out", tmp_path / "merged"
+    model = make_chat_model(tmp_path / "model")
+    out = tmp_path / "out"
+    merged = tmp_path / "merged"
     turns = [[{"role": "user", "content": word}, {"role": "assistant", "content": "blue"}] for word in WORDS[:8]]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": messages} for messages in turns])  # type: ignore[dict-item,misc]
     options = (
@@ -181,7 +191,8 @@ def kill_at(phase: str, number: int, *, with_signal: int = signal.SIGKILL) -> No
     """Kill this rank at a sign of life in a phase: each token, micro-batch, update and saved tensor gives one."""
     from fsdp_qlora.distributed.supervision.clock import Heartbeat
 
-    left, beat = iter(range(number, 0, -1)), Heartbeat.beat
+    left = iter(range(number, 0, -1))
+    beat = Heartbeat.beat
 
     def counted(self: Heartbeat, step: int, now: str) -> None:
         if now == phase and next(left, 0) == 1:
@@ -227,9 +238,11 @@ def test_killed_at_any_moment_a_run_gives_the_same_bytes(objective: str, models:
         dataset = write_rows(tmp_path / "taught.jsonl", rows)
         options = {**options, "objective": objective, "dataset": dataset, "precision": "bf16"}
         options = {name: value for name, value in options.items() if name not in ("rewards", "num_generations")}
-    whole, out = tmp_path / "whole", tmp_path / "out"
+    whole = tmp_path / "whole"
+    out = tmp_path / "out"
     run({**options, "output_dir": whole}, tmp_path / "reference")
-    choose, said = random.Random(5), ""
+    choose = random.Random(5)
+    said = ""
     for phase, numbers_of in MOMENTS.items():
         killed = {"fault": kill_at, "arguments": (phase, choose.randint(*numbers_of))}
         said += run({**options, "output_dir": out}, tmp_path / phase, [-9, -9], **killed)

@@ -34,12 +34,14 @@ from tests.chaos.harness import Job, adapter, ended, finish, steps_done, wait_fo
 from tests.rollouts.lora_server import LoraServer, Sampler
 from tests.tiny import ROOT, WORDS, _free_port, write_rows
 
-END, LONGEST = 9, 4
+END = 9
+LONGEST = 4
 PROMPTS = [[1, 2]] * 3 + [[3]] * 3
 
 
 class Stops:
-    tokens, text = {END}, ""
+    tokens = frozenset({END})
+    text = ""
 
     def ends(self, tokens: list[int]) -> bool:
         return tokens[-1] in self.tokens
@@ -272,8 +274,10 @@ def damaging(seed: int, path: str, body: dict[str, Any]) -> tuple[int, Any] | No
 def test_damaged_answers_end_in_a_sentence_and_take_little_memory(
     engine: ServerEngine, server: LoraServer, seeds: range, tmp_path: Path
 ) -> None:
-    this, ends = psutil.Process(), Counter[str]()
-    before, processes = this.memory_info().rss, set(this.children(recursive=True))
+    this = psutil.Process()
+    ends = Counter[str]()
+    before = this.memory_info().rss
+    processes = set(this.children(recursive=True))
     for seed in seeds:
         server.faults[:] = [partial(damaging, seed)]
         engine.prefix = tmp_path / str(seed) / "run"
@@ -353,7 +357,8 @@ class ServerProcess:
     """
 
     def __init__(self, *command: str, log: Path, **environment: str) -> None:
-        self.port, self._log = _free_port(), log
+        self.port = _free_port()
+        self._log = log
         self._command = [word.format(port=self.port) for word in command]
         self._environment = {**os.environ, **environment}
         self.start()
@@ -410,17 +415,26 @@ def options_of(
     )
     rows = write_rows(folder / "prompts.jsonl", [{"prompt": f"{a} {b}"} for a in WORDS[:4] for b in WORDS[4:6]])
     return {
-        **{"model_name": model, "base_name": "hub/tiny", "train_type": "lora", "precision": "fp32"},
-        **{
-            "dataset": rows,
-            "output_dir": folder / output,
-            "objective": "grpo",
-            "rewards": f"{scorer}:even",
-            "lr": 0.01,
-        },
-        **{"num_generations": 4, "max_completion_length": 8, "lora_rank": 4, "num_epochs": 2, "batch_size": 2},
-        **{"gradient_accumulation_steps": 2, "rollout_url": server.url, "save_every": 3},
-        **{"log_to": "stdout", "quant_cache": "off", **changes},
+        "model_name": model,
+        "base_name": "hub/tiny",
+        "train_type": "lora",
+        "precision": "fp32",
+        "dataset": rows,
+        "output_dir": folder / output,
+        "objective": "grpo",
+        "rewards": f"{scorer}:even",
+        "lr": 0.01,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "lora_rank": 4,
+        "num_epochs": 2,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "rollout_url": server.url,
+        "save_every": 3,
+        "log_to": "stdout",
+        "quant_cache": "off",
+        **changes,
     }
 
 

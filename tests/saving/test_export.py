@@ -105,7 +105,8 @@ def test_ranks_that_disagree_are_stopped_before_training(what: str, models: Mode
 def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
     new_blocks: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, output = models(), tmp_path / "out"
+    folder = models()
+    output = tmp_path / "out"
     model = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1." in name)
@@ -113,7 +114,8 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         make(output / "checkpoints", step)
     monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
     gathered = []
-    gather, write = saving._gather_all, PackedFiles.write
+    gather = saving._gather_all
+    write = PackedFiles.write
 
     def gather_all(named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         named = list(named)
@@ -124,7 +126,8 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
         """The names of what was gathered."""
         gathered.clear()
         options = {"base": WeightFiles(folder) if new_blocks else None, "dtype": torch.float32}
-        values, companions = LiveValues(keeps=True), AutoTokenizer.from_pretrained(folder).save_pretrained
+        values = LiveValues(keeps=True)
+        companions = AutoTokenizer.from_pretrained(folder).save_pretrained
         saving.save_model(model, model.config, companions, output, values=values, **options)  # type: ignore[arg-type]
         return set(gathered)
 
@@ -155,7 +158,8 @@ def test_vllm_gets_each_expert_under_its_name_in_the_files(family: str, models: 
     options |= {"lora_target_parameters": "experts.gate_up_proj,experts.down_proj", "lr": 1e-2, "lora_rank": 4}
     run = tmp_path / "run"
     train_ok(1, **options, output_dir=run, max_steps=3, batch_size=2, context_length=256, precision="fp32")
-    served, merged = tmp_path / "served", tmp_path / "merged"
+    served = tmp_path / "served"
+    merged = tmp_path / "merged"
     assert main(["export", str(run), "--for", "vllm", "--out", str(served)]) == 0
     assert main(["merge", "--adapter", str(run), "--out", str(merged), "--dtype", "fp32"]) == 0
     config = json.loads((served / "adapter_config.json").read_text())

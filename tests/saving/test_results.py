@@ -95,7 +95,8 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
 ) -> None:
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
     output = run(options, tmp_path / "logs", [exit_code] * 2, fault=partial(stop_at_step, how))
-    out, reference = tmp_path / "out", finished_at(STOPPED_AT)
+    out = tmp_path / "out"
+    reference = finished_at(STOPPED_AT)
     assert status(out)["saved_step"] == STOPPED_AT
     assert f"Adapter of step {STOPPED_AT}: {out}" in output
     assert adapter(out) == adapter(reference)
@@ -132,7 +133,8 @@ def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
 ) -> None:
     losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
-    options["save_every"], out = 1, tmp_path / "out"
+    options["save_every"] = 1
+    out = tmp_path / "out"
     # The second start goes on behind the first of the two evaluations without a lower loss.
     for killed_at, newest in (("evaluation", 4), ("result", 5)):
         output = run(options, tmp_path / killed_at, ANY, fault=partial(evaluate_to, losses, killed_at))

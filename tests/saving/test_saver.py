@@ -40,7 +40,8 @@ def test_a_run_that_cannot_save_for_too_long_ends(
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
-    ranks, disk = Ranks(0, 0, 1, 1, torch.device("cpu")), Disk()
+    ranks = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    disk = Disk()
     saver = Saver(
         tmp_path,
         disk,

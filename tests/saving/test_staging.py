@@ -37,7 +37,8 @@ def test_writers_of_one_file_remove_only_stale_partial_files(tmp_path: Path) -> 
 
 
 def test_staged_folder_appears_only_when_complete(tmp_path: Path) -> None:
-    target, staging = tmp_path / "target", tmp_path / f"target.{os.getpid()}.partial"
+    target = tmp_path / "target"
+    staging = tmp_path / f"target.{os.getpid()}.partial"
     staging.mkdir()
     (staging / "of_a_killed_writer").touch()
     with pytest.raises(KeyboardInterrupt), staged_folder(target) as folder:

@@ -67,7 +67,9 @@ def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = No
 def test_a_result_is_uploaded_or_the_failure_is_explained(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, out, made = write_rows(tmp_path / "rows.jsonl", make_rows(12)), tmp_path / "out", tmp_path / "made"
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
+    out = tmp_path / "out"
+    made = tmp_path / "made"
     options = {"model_name": models(), "dataset": rows, "max_steps": 2, "eval_fraction": 0.1, "lora_rank": 2}
     argv = flags(**options, output_dir=out, push_to_hub="owner/result", quant_cache="off")
     public = partial(train_with_a_hub_that_fails, is_private=False)

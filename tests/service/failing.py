@@ -10,7 +10,8 @@ from typing import Any
 
 from fsdp_qlora.__main__ import main
 
-ON_ALL, ON_ONE = 13.0, 14.0
+ON_ALL = 13.0
+ON_ONE = 14.0
 UNLUCKY = 13  # a seed with which no adapter can be made
 
 

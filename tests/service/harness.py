@@ -34,8 +34,11 @@ class Service:
     """`fsdp-qlora serve` in processes of its own."""
 
     def __init__(self, model: Path, folder: Path, world_size: int, **options: object) -> None:
-        self.model, self.folder, self.port = str(model), folder, _free_port()
-        self.url, self.teacher = f"http://127.0.0.1:{self.port}", str(options.get("teacher"))
+        self.model = str(model)
+        self.folder = folder
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.teacher = str(options.get("teacher"))
         usual = {"train_type": "lora", "precision": "fp32", "lora_rank": 8, "quant_cache": "off", "context_length": 128}
         given = {**usual, "nproc_per_node": world_size, **options}
         given |= {"model_name": model, "folder": folder, "port": self.port}
@@ -168,8 +171,11 @@ def plain_loss(loss_fn: str, p: Tensor, given: Mapping[str, Tensor], config: Map
     """Of one datum, in the formulas of tinker-docs' pages about losses."""
     if loss_fn == "cross_entropy":
         return -(p * given["weights"]).sum()
-    q, advantages, config = given["logprobs"], given["advantages"], {**CLIPPED, "beta": 0.05, **config}
-    ratio, bounds = torch.exp(p - q), (config["clip_low_threshold"], config["clip_high_threshold"])
+    q = given["logprobs"]
+    advantages = given["advantages"]
+    config = {**CLIPPED, "beta": 0.05, **config}
+    ratio = torch.exp(p - q)
+    bounds = (config["clip_low_threshold"], config["clip_high_threshold"])
     if loss_fn == "importance_sampling":
         return -(ratio * advantages).sum()
     if loss_fn == "cispo":
@@ -189,7 +195,8 @@ def datums(count: int, seed: int = 0, *, of_policy: bool = False, likely: int = 
         of_policy: with advantages and the log-probabilities of a policy that drew the tokens, else with weights.
         likely: targets of each position, if several.
     """
-    numbers, made = np.random.default_rng(seed), []
+    numbers = np.random.default_rng(seed)
+    made = []
     for _ in range(count):
         length = int(numbers.integers(4, 40))
         tokens = numbers.integers(2, VOCABULARY - 1, length + 1)

@@ -37,7 +37,8 @@ def train(client: tinker.TrainingClient, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
-    client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
+    client = failing.trainer(seed=2)
+    twin = failing.trainer(seed=2)
     for each in (client, twin):
         train(each, 1)
         each.forward_backward(datums(2, 2), "cross_entropy")
@@ -58,7 +59,8 @@ def test_a_pass_that_fails_on_all_ranks_fails_alone(failing: Service) -> None:
 
 @pytest.mark.nightly
 def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing: Service) -> None:
-    client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
+    client = failing.trainer(seed=2)
+    twin = failing.trainer(seed=2)
     for each in (client, twin):
         train(each, 1)
     failed = client.forward_backward(datums(2, of_policy=True), "dro", {"beta": ON_ONE})
@@ -78,7 +80,8 @@ def test_a_pass_that_fails_on_one_rank_is_tried_three_times(failing: Service) ->
 
 @pytest.mark.nightly
 def test_a_rank_that_is_stopped_ends_the_service_which_goes_on(failing: Service) -> None:
-    client, twin = failing.trainer(seed=2), failing.trainer(seed=2)
+    client = failing.trainer(seed=2)
+    twin = failing.trainer(seed=2)
     for each in (client, twin):
         train(each, 1)
     ranks = psutil.Process(failing.process.pid).children(recursive=True)

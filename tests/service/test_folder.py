@@ -101,7 +101,8 @@ def fill(disk: Path, left: int) -> None:
 def test_a_full_disk_fails_requests_and_nothing_else(models: Callable[..., Path], small_disk: Path) -> None:
     service = Service(models(), small_disk / "folder", 1, save_every="2")
     try:
-        client, other = service.trainer(seed=3), service.trainer(seed=4)
+        client = service.trainer(seed=3)
+        other = service.trainer(seed=4)
         client.forward_backward(datums(2), "cross_entropy")
         client.optim_step(STEP).result()
         fill(small_disk, 80_000)
@@ -127,7 +128,8 @@ def test_a_full_disk_fails_requests_and_nothing_else(models: Callable[..., Path]
         (small_disk / "ballast").unlink()
         assert service.process.poll() is None
         assert asked("save_weights", path="a")["path"].endswith("/weights/a")
-        first, second = service.adapter(other, "end"), service.saved(f"tinker://{client.model_id}/weights/a")
+        first = service.adapter(other, "end")
+        second = service.saved(f"tinker://{client.model_id}/weights/a")
         assert first and second.is_dir()
         assert not [path for path in service.folder.rglob("*") if path.name.endswith(".writing")]
         assert "Traceback" not in service.log.read_text()

@@ -28,7 +28,8 @@ def adapter(service: Service, log: Path) -> bytes:
 @pytest.fixture(scope="module")
 def undisturbed(service: Service, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
     """The adapter of a loop that nobody disturbed, and its seconds."""
-    log, before = tmp_path_factory.mktemp("whole") / "log.jsonl", time.monotonic()
+    log = tmp_path_factory.mktemp("whole") / "log.jsonl"
+    before = time.monotonic()
     main(service.url, service.model, log, STEPS)
     return adapter(service, log), time.monotonic() - before
 
@@ -53,7 +54,9 @@ def test_killed_services_and_clients_end_with_equal_bytes(
     service: Service, undisturbed: tuple[bytes, float], tmp_path: Path, moment: int
 ) -> None:
     whole, seconds = undisturbed
-    choose, log, out = random.Random(moment), tmp_path / "log.jsonl", tmp_path / "out.txt"
+    choose = random.Random(moment)
+    log = tmp_path / "log.jsonl"
+    out = tmp_path / "out.txt"
     command = [sys.executable, "-m", "tests.service.loop", service.url, service.model, str(log), str(STEPS)]
 
     def start() -> subprocess.Popen[bytes]:

@@ -21,8 +21,10 @@ class Model:
     """A model whose requests are made by hand, with their numbers."""
 
     def __init__(self, service: Service, seed: int = 1) -> None:
-        self.service, self.client = service, service.trainer(seed=seed)
-        self.name, self.number = self.client.model_id, 0
+        self.service = service
+        self.client = service.trainer(seed=seed)
+        self.name = self.client.model_id
+        self.number = 0
 
     def ask(self, kind: str, **body: Any) -> Any:
         self.number += 1
@@ -53,7 +55,8 @@ class Model:
     ids=lambda each: ",".join(f"{name}={value:g}" for name, value in each.items()),
 )
 def test_a_step_that_overflows_fails_and_is_not_kept(service: Service, params: dict[str, float]) -> None:
-    model, twin = Model(service, seed=3), Model(service, seed=3)
+    model = Model(service, seed=3)
+    twin = Model(service, seed=3)
     for each in (model, twin):
         each.train()
         assert "error" not in each.ask("optim_step", adam_params=STEP.model_dump())

@@ -102,9 +102,12 @@ def test_a_name_saved_anew_is_sampled_from_its_new_weights(service: Service, aga
     client.forward_backward(datums(3, 1), "cross_entropy")
     client.optim_step(STEP).result()
     if again == "deleted":
-        model, part, name = client.model_id, "sampler_weights", "best"
+        model = client.model_id
+        part = "sampler_weights"
+        name = "best"
         rest.delete_checkpoint(model, f"{part}/{name}").result()
-    anew, beside = logprobs(save("best")), logprobs(save("beside"))
+    anew = logprobs(save("best"))
+    beside = logprobs(save("beside"))
     assert anew == beside
     assert not np.allclose(anew, first, atol=1e-4)  # type: ignore[arg-type]
 

@@ -113,7 +113,8 @@ def test_cancelled_samples_leave_nothing_behind() -> None:
 
 
 def test_a_clock_that_jumps_changes_no_expiry(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, before = WallClock(), time.time()
+    clock = WallClock()
+    before = time.time()
     monkeypatch.setattr(time, "time", lambda: before + 10**9)
     assert abs(clock.now() - before) < 60
 

@@ -45,10 +45,12 @@ class Stranger:
     """Makes wrong requests out of right ones: (path, body, headers)."""
 
     def __init__(self, service: Service, seed: int) -> None:
-        self.choose, self.service = random.Random(seed), service
+        self.choose = random.Random(seed)
+        self.service = service
         self.trainer = service.trainer()
         self.number = 0  # of the trainer's last request: a hole would stop it
-        self.session, self.model = self.trainer.holder.get_session_id(), self.trainer.model_id
+        self.session = self.trainer.holder.get_session_id()
+        self.model = self.trainer.model_id
         sampler = service.client().create_sampling_client(base_model=service.model).result()
         self.sampler = sampler._sampling_session_id
 
@@ -122,11 +124,14 @@ class Stranger:
 
     def odd_tensor(self) -> tuple[str, Any, dict[str, str]]:
         """A forward_backward with something wrong in it."""
-        [datum], number = datums(1, self.choose.randrange(99)), self.number + 1
+        [datum] = datums(1, self.choose.randrange(99))
+        number = self.number + 1
         batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
         request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, self.model, number))
-        first, how = request.data[0], self.choose.randrange(12)
-        weights, targets = first.loss_fn_inputs["weights"], first.loss_fn_inputs["target_tokens"]
+        first = request.data[0]
+        how = self.choose.randrange(12)
+        weights = first.loss_fn_inputs["weights"]
+        targets = first.loss_fn_inputs["target_tokens"]
         if how == 0:
             weights.shape[0] += 1
         elif how == 1:
@@ -198,7 +203,8 @@ class Stranger:
 
     def flipped_bits(self) -> tuple[str, Any, dict[str, str]]:
         """A forward_backward whose bits are flipped, or its numbers huge. Where it is still one, it is for no model."""
-        [datum], number = datums(1, self.choose.randrange(99)), self.number + 1
+        [datum] = datums(1, self.choose.randrange(99))
+        number = self.number + 1
         batch = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
         model = f"{self.model}0"
         request = forward_backward_request_to_proto(types.ForwardBackwardRequest(batch, model, number))
@@ -300,7 +306,9 @@ def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, i
     assert outside(service) == before
     names = {path.name for path in service.folder.rglob("*") if path.is_file()}
     assert all(set(name) <= {*string.ascii_letters, *string.digits, *"._-"} for name in names)
-    client, twin = service.trainer(seed=9), service.trainer(seed=9)  # it goes on, and counts right
+    # it goes on, and counts right
+    client = service.trainer(seed=9)
+    twin = service.trainer(seed=9)
     for each in (client, twin):
         each.forward_backward(datums(2), "cross_entropy").result()
         each.optim_step(types.AdamParams(learning_rate=1e-3)).result()
@@ -310,7 +318,8 @@ def test_wrong_requests_get_an_error_each(service: Service, before: dict[Path, i
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [2], ids=["two_ranks"], indirect=True)
 def test_what_is_not_served_is_refused_by_name_and_the_next_goes_on(service: Service) -> None:
-    client, data = service.trainer(), datums(2)
+    client = service.trainer()
+    data = datums(2)
     refused: list[tuple[str, Callable[[], Any]]] = [
         ("save_weights_external", lambda: client.save_weights_external("files")),
         ("stable_reinforce", lambda: client.forward_backward(data, "stable_reinforce")),

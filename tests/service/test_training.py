@@ -29,7 +29,8 @@ def test_sft_equals_plain_peft_over_steps_of_several_requests(service: Service) 
     plain = Plain(service.model, service.saved(client.save_weights_for_sampler("start").result().path))
     for step in range(5):
         params = PARAMS.model_copy(update={"grad_clip_norm": 0.5 if step % 2 else 0.0})
-        first, second = datums(5, step), datums(3, 10 + step, likely=3 if step == 2 else 0)
+        first = datums(5, step)
+        second = datums(3, 10 + step, likely=3 if step == 2 else 0)
         futures = [client.forward_backward(part, "cross_entropy") for part in (first, second)]
         client.optim_step(params).result()
         for future, part in zip(futures, (first, second), strict=True):
@@ -86,7 +87,8 @@ def test_a_custom_loss_gives_its_own_gradient(service: Service) -> None:
 
 @on_two_ranks
 def test_forward_alone_leaves_no_gradient(service: Service) -> None:
-    client, data = service.trainer(), datums(3)
+    client = service.trainer()
+    data = datums(3)
     before = service.adapter(client, "before")
     losses = [client.forward(data, "cross_entropy").result().metrics["loss:sum"] for _ in range(2)]
     client.optim_step(PARAMS.model_copy(update={"weight_decay": 0.0})).result()
@@ -96,7 +98,8 @@ def test_forward_alone_leaves_no_gradient(service: Service) -> None:
 
 @on_two_ranks
 def test_a_request_larger_than_a_chunk_counts_as_a_whole(service: Service) -> None:
-    client, plain_client = service.trainer(seed=2), service.trainer(seed=2)
+    client = service.trainer(seed=2)
+    plain_client = service.trainer(seed=2)
     client.holder._client_config = client.holder.get_client_config().model_copy(update={"fwdbwd_max_chunk_len": 2})
     data = datums(7, 3)
     found, expected = (each.forward_backward(data, "cross_entropy").result() for each in (client, plain_client))

@@ -81,7 +81,8 @@ def test_run_resumes_with_another_context_parallel_size(models: Models, tmp_path
 @pytest.mark.quick
 @pytest.mark.parametrize("num_parts", [2, 3, 4])
 def test_parts_of_a_micro_batch_have_its_targets_and_positions_once(num_parts: int) -> None:
-    lengths, shared = [7, 6, 4, 5], [3, 0]
+    lengths = [7, 6, 4, 5]
+    shared = [3, 0]
     ids = np.arange(sum(lengths), dtype=np.int32)
     ids[[7, 8, 9]] = ids[:3]
     offsets = np.array([0, 13, 22])

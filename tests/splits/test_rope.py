@@ -35,7 +35,8 @@ def make(kind: str, models: Models, length: int = LENGTH) -> Path:
     "kind", [pytest.param("dynamic", marks=pytest.mark.slow), pytest.param("longrope", marks=pytest.mark.nightly)]
 )
 def test_losses_and_bytes_do_not_depend_on_neighbours(kind: str, models: Models, tmp_path: Path) -> None:
-    folder, rows = make(kind, models), make_rows(8)
+    folder = make(kind, models)
+    rows = make_rows(8)
     options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", rows), "num_epochs": 2, **SGD}
     options |= {"train_type": "lora", "precision": "fp32", "context_length": 256}
     alone, evaluated, stopped = (tmp_path / name for name in ("alone", "evaluated", "stopped"))
@@ -63,7 +64,8 @@ def test_losses_and_bytes_do_not_depend_on_neighbours(kind: str, models: Models,
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_a_model_for_rows_shorter_than_the_probes_is_not_padded(kind: str, models: Models, tmp_path: Path) -> None:
-    folder, rows = make(kind, models, length=32), make_rows(8)
+    folder = make(kind, models, length=32)
+    rows = make_rows(8)
     options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", rows), "max_steps": 1}
     output = train_ok(1, tmp_path / "out", **options, train_type="lora", precision="fp32", batch_size=8, lora_dropout=0)
     assert "Rows are padded" not in output and "Rope type" not in output

@@ -15,7 +15,9 @@ from tests.tiny import SIZES, all_slow_but, flags, make_rows, on_ranks, read_met
 
 Models = Callable[..., Path]
 OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
-ROWS_PER_STEP, NUM_ROWS = 12, 30  # two whole steps, and one of 6 rows
+# two whole steps, and one of 6 rows
+ROWS_PER_STEP = 12
+NUM_ROWS = 30
 # Ranks, micro-batches per rank, and ranks that share each row: micro-batches of 1, 12 and 4 rows, and parts of one.
 SPLITS = [(1, 12, 1), (1, 1, 1), (3, 1, 1), (2, 12, 2)]
 # Of one row each: what int8 makes of a token depends on the padding beside it.
@@ -37,7 +39,8 @@ ALIKE = ("hqq_llama_pro", "hqq_dora", "bnb_dora", "bnb_llama_pro", "loftq", "dor
 def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
     folder = tmp_path_factory.mktemp("splits")
     data = write_rows(folder / "rows.jsonl", make_rows(NUM_ROWS))
-    plain, expanded = models("llama", **UNEVEN), folder / "expanded"
+    plain = models("llama", **UNEVEN)
+    expanded = folder / "expanded"
     expand_model(str(plain), expanded, expansion_rate=0.5)
 
     def losses_and_norms(case: str, ranks: int, micro_batches: int, context: int) -> list[float]:
@@ -80,7 +83,8 @@ def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, 
     options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", **SGD}
     # Between steps an evaluation, which ends with weights that are sharded again.
     options |= {"eval_fraction": 0.2, "eval_steps": 1, "recompute": "offload"}
-    whole, in_pieces = tmp_path / "whole", tmp_path / "pieces"
+    whole = tmp_path / "whole"
+    in_pieces = tmp_path / "pieces"
     train_ok(2, whole, **options)
     argv = flags(output_dir=in_pieces, log_to="stdout", quant_cache="off", verbose=True, **options)
     statuses, output = on_ranks(2, _train_in_pieces, (argv,), tmp_path / "logs")

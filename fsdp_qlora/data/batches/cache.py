@@ -52,7 +52,8 @@ def through_cache(
     """
     path = _path_of(key)
     with _locked(path):
-        if (cached := read_cache(path)) is not None and _is_current(path, *cached):
+        cached = read_cache(path)
+        if cached is not None and _is_current(path, *cached):
             log.debug("Tokenized rows are read from %s", path)
             return cached
         made = make()
@@ -133,8 +134,10 @@ def _write(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     except (OSError, SafetensorError) as error:
         log.warning(
             "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
-            "FSDP_QLORA_CACHE names another folder.", path.parent, error,
-        )  # fmt: skip
+            "FSDP_QLORA_CACHE names another folder.",
+            path.parent,
+            error,
+        )
 
 
 def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
@@ -150,10 +153,11 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
             metadata = file.metadata() or {}
         for array in arrays.values():
             array.flags.writeable = False
-        rows, fields = TokenizedRows(**arrays), json.loads(metadata["report"])
+        rows = TokenizedRows(**arrays)
+        fields = json.loads(metadata["report"])
         if rows.digest != metadata["digest"]:
             raise ValueError("its content has changed since it was written")
-        return rows, DataReport(**{**fields, "parts": [SourceFile(**part) for part in fields["parts"]]})
+        return rows, DataReport(**(fields | {"parts": [SourceFile(**part) for part in fields["parts"]]}))
     except FileNotFoundError:
         return None
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

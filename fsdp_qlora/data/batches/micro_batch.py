@@ -63,14 +63,16 @@ class MicroBatch:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        return {"input_ids": self.input_ids, **self.documents, **self.images}
+        return {"input_ids": self.input_ids} | dict(self.documents) | dict(self.images)
 
     def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
         """Copy to a device, with what only losses of documents read if they are asked `per_document`."""
         names = ["input_ids", "target_rows", "targets"]
         names += ["target_counts", "desired", "reference"] if per_document else []
-        moved = to_device({**self.documents, **self.answers, **{name: getattr(self, name) for name in names}}, device)
-        images, answers = to_device(self.images, device), {name: moved.pop(name) for name in self.answers}
+        columns = {name: getattr(self, name) for name in names}
+        moved = to_device(dict(self.documents) | dict(self.answers) | columns, device)
+        images = to_device(self.images, device)
+        answers = {name: moved.pop(name) for name in self.answers}
         own = {name: moved.pop(name) for name in names}
         return dataclasses.replace(self, **own, answers=answers, documents=moved, images=images)
 
@@ -83,10 +85,12 @@ class MicroBatch:
             return self
         length = self.input_ids.shape[1] // num_parts
         is_own = self.target_rows // length == index
-        rows, targets = self.target_rows[is_own] - index * length, self.targets[is_own]
+        rows = self.target_rows[is_own] - index * length
+        targets = self.targets[is_own]
         answers = {name: values[is_own] for name, values in self.answers.items()}
         if not len(rows):
-            rows, targets = rows.new_zeros(1), targets.new_full((1,), IGNORE_INDEX)
+            rows = rows.new_zeros(1)
+            targets = targets.new_full((1,), IGNORE_INDEX)
             answers = {name: values.new_zeros(1, *values.shape[1:]) for name, values in answers.items()}
         return dataclasses.replace(
             self,
@@ -125,7 +129,7 @@ def with_teacher(student: MicroBatch, teacher: MicroBatch) -> MicroBatch:
 def inputs_with_teacher(student: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
     """The model's arguments for the tokens of both, one behind the other."""
     joined = {name: torch.cat([student[name], teacher[name]], dim=1) for name in ("input_ids", "position_ids")}
-    return {**student, **{f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined}, **joined}
+    return dict(student) | {f"{BESIDE}{name}": value for name, value in teacher.items() if name not in joined} | joined
 
 
 def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
@@ -137,7 +141,8 @@ def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> Micro
         rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this round.
     """
     documents = table.learned_documents(rows)
-    starts, ends = table.document_offsets[documents], table.document_offsets[documents + 1]
+    starts = table.document_offsets[documents]
+    ends = table.document_offsets[documents + 1]
     shape = (len(documents), int((ends - starts).max())) if len(documents) else (1, TOKENS_OF_AN_EMPTY_RANK)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
@@ -189,16 +194,24 @@ def _batch(
     described: dict[str, Any],
 ) -> MicroBatch:
     target_rows, targets = learned_rows(labels)
-    if (places := described.get("places")) is not None:
+    places = described.get("places")
+    if places is not None:
         target_rows = places[target_rows]
     num_targets = table.document_targets[documents]
     desired = table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
     reference = table.reference[documents] if len(table.reference) else table.reference
     has_values = len(table.advantages) > 0 or table.learned.dtype.kind == "f"
     return MicroBatch(
-        input_ids, target_rows, targets, num_targets.tolist(), _floats(num_targets), _floats(desired),
-        _floats(reference), _answers(table, rows, num_targets) if has_values else {}, described,
-    )  # fmt: skip
+        input_ids,
+        target_rows,
+        targets,
+        num_targets.tolist(),
+        _floats(num_targets),
+        _floats(desired),
+        _floats(reference),
+        _answers(table, rows, num_targets) if has_values else {},
+        described,
+    )
 
 
 def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> dict[str, torch.Tensor]:
@@ -208,12 +221,13 @@ def _answers(table: TokenizedRows, rows: Numbers, num_targets: np.ndarray) -> di
     indices = np.concatenate(learned) if num_targets.sum() else np.zeros(1, np.int64)
     if not len(table.advantages):
         return {"weights": _floats(table.learned[indices])}
-    advantages, shares = table.advantages[np.asarray(rows, dtype=np.int64)], 1 / np.maximum(num_targets, 1)
+    advantages = table.advantages[np.asarray(rows, dtype=np.int64)]
+    shares = 1 / np.maximum(num_targets, 1)
     of_rows = {"advantages": np.repeat(advantages, num_targets), "shares": np.repeat(shares, num_targets)}
     of_tokens = {name: getattr(table, name) for name in ("old_logps", "sampled_logps")}
     values = {name: np.resize(array, len(indices)) for name, array in of_rows.items()}
     values |= {name: array[indices] for name, array in of_tokens.items() if len(array)}
-    return {**{name: _floats(array) for name, array in values.items()}, "table_indices": torch.from_numpy(indices)}
+    return {name: _floats(array) for name, array in values.items()} | {"table_indices": torch.from_numpy(indices)}
 
 
 def _floats(values: np.ndarray) -> torch.Tensor:
@@ -249,11 +263,13 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
         among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
     """
     of_pairs = () if num_shared is None else num_shared
-    if missing := -(sum(lengths) - int(np.sum(of_pairs))) % num_parts:
+    missing = -(sum(lengths) - int(np.sum(of_pairs))) % num_parts
+    if missing:
         lengths = [*lengths, missing]
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
-    bounds, longest = torch.from_numpy(ends), max(lengths)
+    bounds = torch.from_numpy(ends)
+    longest = max(lengths)
     arguments: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     arguments |= {"max_length_q": longest, "max_length_k": longest}
     if num_shared is not None:
@@ -263,13 +279,14 @@ def describe_documents(lengths: list[int], num_shared: Numbers | None = None, *,
         in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
         places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
         arguments = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
-        arguments["document_ends"], position_ids = bounds, position_ids[is_own]
-    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **arguments}
+        arguments["document_ends"] = bounds
+        position_ids = position_ids[is_own]
+    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths} | arguments
 
 
 def documents_of_part(documents: Mapping[str, Any], index: int, num_parts: int) -> dict[str, Any]:
     """The arguments of `describe_documents` for one of the ranks that share a row; documents stay whole."""
-    return {**documents, "position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]}
+    return dict(documents) | {"position_ids": documents["position_ids"].chunk(num_parts, dim=1)[index]}
 
 
 # --- the micro-batches of a step ---
@@ -322,13 +339,16 @@ class Collator:
     def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
         """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
         # Every rank knows all rows: laid out here, the others' tokens need no collective and no wait for it.
-        size, ranks = self.context_size, {self.rank, *self.sharing_ranks}
+        size = self.context_size
+        ranks = {self.rank, *self.sharing_ranks}
         whole = {data_rank: self._sequences(rows[data_rank], table) for data_rank in {rank // size for rank in ranks}}
         if self.of_targets:
-            batch, told = whole[self.data_rank], self.of_targets(table, rows[self.data_rank])
-            whole[self.data_rank] = dataclasses.replace(batch, answers={**batch.answers, **told})
+            batch = whole[self.data_rank]
+            told = self.of_targets(table, rows[self.data_rank])
+            whole[self.data_rank] = dataclasses.replace(batch, answers=dict(batch.answers) | told)
         batches = {rank: whole[rank // size].part(rank % size, size) for rank in ranks}
-        own, sharing = batches[self.rank], [batches[rank] for rank in self.sharing_ranks]
+        own = batches[self.rank]
+        sharing = [batches[rank] for rank in self.sharing_ranks]
         if len(table.images) and table.image_sizes[np.concatenate(rows), 0].any():
             own = self._with_images(own, rows, table)
         return own.beside(sharing) if sharing else own
@@ -344,7 +364,8 @@ class Collator:
     def _with_images(self, own: MicroBatch, rows: Round, table: TokenizedRows) -> MicroBatch:
         assert self.image_processor is not None and self.schedule.padding
         names = [[*map(bytes, table[row].images)] for row in rows[self.data_rank]]
-        shown, taken = [*filter(None, names)], self.model_arguments
+        shown = [*filter(None, names)]
+        taken = self.model_arguments
         images = self.image_processor.model_inputs(shown, own.input_ids, taken) if shown else {}
         return dataclasses.replace(own, images=images, calls_towers=True)
 

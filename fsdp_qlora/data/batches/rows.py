@@ -105,7 +105,8 @@ class TokenizedRows:
         counts = np.empty(len(offsets_of_all) - 1, np.int64)
         for first in range(0, len(counts), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
             offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
-            learned, starts = self.learned[offsets[0] : offsets[-1]] != 0, offsets[:-1] - offsets[0]
+            learned = self.learned[offsets[0] : offsets[-1]] != 0
+            starts = offsets[:-1] - offsets[0]
             counts[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
         return counts
 
@@ -206,7 +207,8 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
 def join_completions(prompts: Sequence[Numbers], completions: Sequence[Numbers], numbers: Numbers) -> TokenizedRows:
     """A row of each prompt and its completion, which is learned. numbers: of the prompts' rows in the dataset."""
     parts = [np.asarray(part, np.int32) for pair in zip(prompts, completions, strict=True) for part in pair]
-    ends, learned = np.cumsum([0, *map(len, parts)], dtype=np.int64), np.tile([False, True], len(prompts))
+    ends = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    learned = np.tile([False, True], len(prompts))
     ids = np.concatenate([np.zeros(0, np.int32), *parts])
     return TokenizedRows(ids, np.repeat(learned, np.diff(ends)), ends[::2], np.array(numbers, np.int64))
 
@@ -240,7 +242,9 @@ class RowCounts:
 
     def count(self, rows: TokenizedRows) -> None:
         """Count the rows that are used, and their tokens."""
-        self.num_used, self.num_tokens, self.num_targets = len(rows), len(rows.input_ids), int(rows.num_targets.sum())
+        self.num_used = len(rows)
+        self.num_tokens = len(rows.input_ids)
+        self.num_targets = int(rows.num_targets.sum())
 
 
 @dataclass
@@ -300,7 +304,8 @@ class DataReport(RowCounts):
 
     def describe_notes(self) -> list[str]:
         """One line for each oddity of rows that are used, and for columns that are not."""
-        names, more = [fit(name) for name in self.unused_columns[:_NAMED]], len(self.unused_columns) - _NAMED
+        names = [fit(name) for name in self.unused_columns[:_NAMED]]
+        more = len(self.unused_columns) - _NAMED
         unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: {', '.join(names)}"
         unused += f" and {more:,} more" if more > 0 else ""
         return [*([unused] if names else []), *self._lines(self.notes)]

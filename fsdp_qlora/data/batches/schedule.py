@@ -102,7 +102,8 @@ class Schedule:
             epoch, index = divmod(step, self.steps_per_epoch)
             if index == 0 or step == first:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
-            size, index = self.global_batch_size // self.num_generations, index // self.num_iterations
+            size = self.global_batch_size // self.num_generations
+            index = index // self.num_iterations
             yield step, order[index * size : (index + 1) * size].repeat(self.num_generations)
 
     def rounds(self, rows: np.ndarray, lengths: np.ndarray) -> list[Round]:
@@ -132,7 +133,8 @@ class Schedule:
         Args:
             computed: of the tokens of every row those that one pass of the model computes.
         """
-        longest, most_rounds = train_rows[:0], 0
+        longest = train_rows[:0]
+        most_rounds = 0
         for _, rows in self.rows_of_steps(train_rows):
             rounds = self.rounds(rows, lengths)
             most_rounds = max(most_rounds, len(rounds))
@@ -277,7 +279,8 @@ def split_by_tokens(
             middle = (fewest + num_rounds) // 2
             packed = _deal(sizes, data_size * middle, len(sizes))
             if sum(sizes[i] for i in packed[0]) <= most_tokens:
-                pieces, num_rounds = packed, middle
+                pieces = packed
+                num_rounds = middle
             else:
                 fewest = middle + 1
     return _in_rounds([by_length[piece] for piece in pieces], data_size)

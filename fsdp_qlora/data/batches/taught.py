@@ -40,7 +40,8 @@ def bytes_per_token(k: int) -> int:
 
 def target_numbers(table: TokenizedRows, rows: np.ndarray) -> dict[str, torch.Tensor]:
     """The number of each target among all of the table."""
-    ends, counts = table.num_targets.cumsum()[rows], table.num_targets[rows]
+    ends = table.num_targets.cumsum()[rows]
+    counts = table.num_targets[rows]
     numbers = np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
     return {"table_indices": torch.from_numpy(numbers if len(numbers) else np.zeros(1, np.int64))}
 
@@ -60,7 +61,9 @@ class TaughtRows:
     """
 
     def __init__(self, table: TokenizedRows, root: Path, key: str, k: int, vocabulary: int) -> None:
-        self.table, self.k, self.vocabulary = table, k, vocabulary
+        self.table = table
+        self.k = k
+        self.vocabulary = vocabulary
         digest = hashlib.sha256(json.dumps([table.digest, key, k, ROWS_PER_FILE]).encode()).hexdigest()
         self.folder = root / digest[:40]
         self.starts = np.concatenate([[0], table.num_targets.cumsum()])
@@ -136,7 +139,8 @@ class TaughtRows:
             pieces.append((self._arrays[number][0][first:last], self._arrays[number][1][first:last]))
         ids, logps = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
         if not len(ids):
-            ids, logps = np.zeros((1, self.k), np.int32), np.zeros((1, self.k + 1), np.float16)
+            ids = np.zeros((1, self.k), np.int32)
+            logps = np.zeros((1, self.k + 1), np.float16)
         values = {"teacher_ids": ids.astype(np.int64), "teacher_logps": logps.astype(np.float32)}
         return {name: torch.from_numpy(array) for name, array in values.items()}
 

@@ -17,7 +17,8 @@ from fsdp_qlora.data.text.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.text.rendering import Renderer
 from fsdp_qlora.utils.errors import UserError
 
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_GREEN = "\x1b[32m"
+_PLAIN = "\x1b[0m"
 # Notes on rows that are used.
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
@@ -75,7 +76,8 @@ def tokenize_batch(
     report.is_filled |= any(row.kind == "template" for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     lengths = [len(row.ids) + row.num_cut for row in encoded]
-    if join := {PAIRS: _pair, TAUGHT: _taught}.get(row_format.row_kind):
+    join = {PAIRS: _pair, TAUGHT: _taught}.get(row_format.row_kind)
+    if join:
         encoded = [join(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
         lengths = [*map(max, lengths[::2], lengths[1::2])]
     chosen = _choose(encoded, report)
@@ -131,8 +133,10 @@ def dummy_rows(
     """Rows of random tokens that fill the context, or of two documents that do, all learned. For measuring speed."""
     length = context_length * kind.num_documents
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
-    learned, split = np.ones(length, dtype=np.bool_), None if kind == TEXTS else context_length
-    made, desired = enumerate(ids, start=1), True if kind == TAUGHT else None
+    learned = np.ones(length, dtype=np.bool_)
+    split = None if kind == TEXTS else context_length
+    made = enumerate(ids, start=1)
+    desired = True if kind == TAUGHT else None
     tokenized = _flatten([EncodedRow(i, row, learned, split=split, desired=desired) for i, row in made])
     report = DataReport(DUMMY, DUMMY, [SourceFile(DUMMY, "row")], num_rows=num_rows)
     report.count(tokenized)
@@ -207,11 +211,13 @@ def describe_sample(
 
     sides: names of its documents, if they are neither a pair nor an answer with a label.
     """
-    texts, labels = list[str](), ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
+    texts = list[str]()
+    labels = ["desired" if label else "not desired" for label in tokenized.desired[row : row + 1]]
     sides = sides or labels or ["chosen", "rejected"]
     for document, side in zip(tokenized.documents([row]), sides, strict=False):
         bounds = slice(*tokenized.document_offsets[document : document + 2])
-        ids, learned = tokenized.input_ids[bounds], tokenized.learned[bounds]
+        ids = tokenized.input_ids[bounds]
+        learned = tokenized.learned[bounds]
         name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
         text = f"Sample: row {name}, {len(ids)} tokens" + f", {(learned != 0).sum()} learned (green)\n" * in_colour
         edges = np.flatnonzero(np.diff(learned)) + 1
@@ -289,7 +295,8 @@ def _encode_joint(
     encoding = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
     stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
     for row, ids, offsets in zip(rows, encoding.get("input_ids", ()), encoding.get("offset_mapping", ()), strict=True):
-        segments, notes = row.segments, []
+        segments = row.segments
+        notes = []
         learned = _learned_tokens(segments, offsets)
         if learned is None:
             notes.append(MERGED)
@@ -303,12 +310,14 @@ def _encode_joint(
         yield ids, learned, tuple(notes)
 
 
-_ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Iterator[Encoded]]] = {
-    **dict.fromkeys(("segments", "template"), _encode_apart),
-    **dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False)),
-    "chat": partial(_encode_joint, templated=True),
-    "tokens": lambda rows, _: ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows),
-}
+_ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Iterator[Encoded]]] = (
+    dict.fromkeys(("segments", "template"), _encode_apart)
+    | dict.fromkeys(("text", "document"), partial(_encode_joint, templated=False))
+    | {
+        "chat": partial(_encode_joint, templated=True),
+        "tokens": lambda rows, _: ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows),
+    }
+)
 
 
 def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]) -> np.ndarray | None:
@@ -340,7 +349,8 @@ def _with_end(
 ) -> tuple[Ids, np.ndarray]:
     """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence token."""
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-        ids, learned = ids[1:], learned[1:]
+        ids = ids[1:]
+        learned = learned[1:]
     ids = _without_end(ids, tokenizer)
     return [*ids, tokenizer.eos_token_id], np.append(learned[: len(ids)], end_is_learned)
 

@@ -37,21 +37,28 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     Raises:
         UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
     """
-    name, weight = text.removeprefix("file://"), None
+    name = text.removeprefix("file://")
+    weight = None
     if Path(name).expanduser().exists():  # a path may look like anything
         return DatasetName(name)
     if weighted and (match := _WEIGHT.search(name)):
-        name, weight = name[: match.start()], float(match[1])
+        name = name[: match.start()]
+        weight = float(match[1])
         if not 0 < weight < math.inf:
             raise UserError(f"dataset: the weight of {name} is {match[1]}. Give a number above 0.")
         if Path(name).expanduser().exists():
             return DatasetName(name, weight=weight)
-    split, start, stop = None, 0, None
+    split = None
+    start = 0
+    stop = None
     name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
     while match := _BRACKETS.search(name):
-        inside, name = match[1], name[: match.start()]
-        if bounds := _SLICE.match(inside):
-            start, stop = int(bounds[1] or 0), int(bounds[2]) if bounds[2] else None
+        inside = match[1]
+        name = name[: match.start()]
+        bounds = _SLICE.match(inside)
+        if bounds:
+            start = int(bounds[1] or 0)
+            stop = int(bounds[2]) if bounds[2] else None
         elif split is None and _SPLIT.match(inside):
             split = inside
         else:

@@ -67,7 +67,8 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
     most = most_row_bytes()
     for line_number in count(1):
-        if not (line := file.readline(most + 1)):
+        line = file.readline(most + 1)
+        if not line:
             return
         if len(line) > most:
             raise _too_long(f"{path}:{line_number}")
@@ -80,7 +81,8 @@ def read_lines(path: Path, parse: Callable[[str], Row]) -> NumberedRows:
     with open_file(path) as file:
         for line_number, line in enumerate(_lines(path, file), start=1):
             try:
-                if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
+                text = _decode(line).rstrip("\r\n")
+                if text and not text.isspace():
                     yield line_number, parse(text)
                     has_rows = True
             except BadRow as reason:
@@ -197,7 +199,8 @@ def _check_groups(path: Path, metadata: Any, columns: Iterable[str]) -> None:
 
 def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
     """The rows of a table from number `first` on. Refuses one that is too long before any is made Python objects."""
-    if table.nbytes > (most := most_row_bytes()):
+    most = most_row_bytes()
+    if table.nbytes > most:
         for index in range(table.num_rows):
             if table.slice(index, 1).nbytes > most:
                 raise _too_long(f"{place} row {first + index}")

@@ -11,12 +11,14 @@ from fsdp_qlora.utils.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 # Words in the names of files and folders -> the split they mean.
-SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets.save_to_disk leaves
+SPLITS = (
+    dict.fromkeys(("train", "training"), "train")
+    | dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+    | dict.fromkeys(("test", "testing"), "test")
+)
+# what datasets.save_to_disk leaves
+SAVED_TABLE = "state.json"
+SAVED_SPLITS = "dataset_dict.json"
 
 
 def split_of(path: Path) -> str | None:
@@ -64,7 +66,8 @@ def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
     for file in files:
         by_split.setdefault(_split_below(file), []).append(file)
     if split is not None:
-        if (wanted := SPLITS.get(split, split)) not in by_split:
+        wanted = SPLITS.get(split, split)
+        if wanted not in by_split:
             names = ", ".join(sorted(filter(None, by_split))) or "none"
             raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {names}.")
         return by_split[wanted]

@@ -62,7 +62,8 @@ class Entry(NamedTuple):
 def _read_entries(parts: Sequence[Part], used: ChooseColumns) -> Iterator[Entry]:
     offset = 0
     for part in parts:
-        file, last = SourceFile(part.name, part.unit, offset), 0
+        file = SourceFile(part.name, part.unit, offset)
+        last = 0
         for row_number, row in part.read(used):
             yield Entry(file, row_number, row)
             last = row_number
@@ -257,7 +258,9 @@ DATASETS = {
     "sql": "knowrohit07/know_sql[validation][1000:]",
     "orca_math": "microsoft/orca-math-word-problems-200k",
 }
-SHUFFLED, _SEED_OF_2024 = ("sql", "orca_math"), 42  # the default of its --seed
+# the default of its --seed
+SHUFFLED = ("sql", "orca_math")
+_SEED_OF_2024 = 42
 
 
 def _looks_local(dataset: str) -> bool:

@@ -80,7 +80,8 @@ class ChatTemplate:
     """The chat template of a tokenizer, or one that replaces it."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer
+        self._template = template
         self._variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self._end_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
@@ -125,7 +126,8 @@ class ChatTemplate:
             return set()
 
     def _ask(self, worker: TemplateWorker, chat: Chat, **request: object) -> dict[str, Any]:
-        if clash := [name for name in chat.template_kwargs if name in self._variables]:
+        clash = [name for name in chat.template_kwargs if name in self._variables]
+        if clash:
             raise BadRow(f"{COLUMN}: a row cannot set {clash[0]}")
         try:
             template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
@@ -133,8 +135,8 @@ class ChatTemplate:
             raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
         request |= {"template": template, "messages": chat.messages, "tools": chat.tools}
         given = [name for name, value in chat.template_kwargs.items() if value not in (None, "", [], {})]
-        request |= {"variables": {**self._variables, **chat.template_kwargs}, "given": given}
-        reply = worker.ask({**request, "end_tokens": self._end_tokens})
+        request |= {"variables": self._variables | dict(chat.template_kwargs), "given": given}
+        reply = worker.ask(request | {"end_tokens": self._end_tokens})
         if "error" in reply:
             raise BadRow(reply["error"])
         if "fatal" in reply:
@@ -144,7 +146,8 @@ class ChatTemplate:
 
 def _split(text: str, spans: list[list[int]], weights: Sequence[float | None], *, outside: bool) -> list[Segment]:
     """The text in segments. spans: (start, end, turn). outside: whether other text is learned."""
-    segments, position = [], 0
+    segments = []
+    position = 0
     for start, end, turn in sorted(spans):
         inside = weight if isinstance(weight := weights[turn], float) else weight != 0
         segments += [Segment(text[position:start], outside), Segment(text[start:end], inside)]

@@ -11,12 +11,12 @@ from fsdp_qlora.data.text.conversation import REASONING
 from fsdp_qlora.data.text.images import Images
 
 # How roles are called in datasets -> in chat templates.
-ROLES = {
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
-    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
-}
+ROLES = (
+    {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+    | dict.fromkeys(("human", "prompter"), "user")
+    | dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant")
+    | dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool")
+)
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id")  # what chat templates know besides
@@ -37,7 +37,7 @@ def read_prompted(row: Row) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
     prompt = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
     answer = said_by("assistant", row.get("completion"), "completion")
-    return read_chat(row, [{**turn, "weight": 0} for turn in prompt] + answer)
+    return read_chat(row, [(turn | {"weight": 0}) for turn in prompt] + answer)
 
 
 def said_by(role: str, value: object, column: str) -> list[dict[str, Any]]:
@@ -102,7 +102,8 @@ def _message(turn: dict[str, Any], turn_number: int, images: Images) -> dict[str
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
     is_answer = message["role"] == "assistant"
     said = parts.split(_result(content) if message["role"] == "tool" else content, where, is_answer=is_answer)
-    if calls := _all_calls(turn, said, turn_number):
+    calls = _all_calls(turn, said, turn_number)
+    if calls:
         message["tool_calls"] = calls
     thoughts = _thoughts(turn, said, where) if is_answer else {}
     if said.content is not None:
@@ -186,7 +187,7 @@ def _calls(calls: object, turn_number: int) -> list[dict[str, Any]]:
         named = next((call[name] for name in ("id", "call_id") if isinstance(call.get(name), str)), None)
         kept = {} if named is None else {"id": named}
         called = {"name": function["name"], "arguments": plain_value(arguments)}
-        tool_calls.append({**kept, "type": "function", "function": called})
+        tool_calls.append(kept | {"type": "function", "function": called})
     return tool_calls
 
 

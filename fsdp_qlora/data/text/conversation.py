@@ -73,7 +73,8 @@ class Conversation:
     """
 
     def __init__(self, render: Render, messages: list[Message], end_tokens: Sequence[str]) -> None:
-        self._render, self.messages = render, messages
+        self._render = render
+        self.messages = messages
         self._end_tokens = tuple(sorted(end_tokens, key=len, reverse=True))
         self.text, blocks = render(messages)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -98,7 +99,7 @@ class Conversation:
         bodies = {own.text: (own.start, body)}
         here = next((len(p.asked) for p in prompts if self.text.startswith(p.asked) and p.asked == p.written), None)
         if here is not None and not is_last:
-            bodies = {self.text: (here, self._in_full_chat(body, here)), **bodies}
+            bodies = {self.text: (here, self._in_full_chat(body, here))} | bodies
         return [
             (text, (start, start + len(body.rstrip() if self._without_end(body) else body)))
             for text, (start, body) in bodies.items()
@@ -107,12 +108,14 @@ class Conversation:
 
     def _marked(self, turn: int, alone: "Conversation", own: Own | None) -> list[tuple[str, Span]]:
         """The places of a turn that the template marks itself. What its prompt has is not learned."""
-        (start, end), (first, last) = alone._blocks[turn], self._blocks[turn]
+        (start, end) = alone._blocks[turn]
+        (first, last) = self._blocks[turn]
         if own is None:
             return [(self.text, (first, last)), (alone.text, (start, end))]
         num_asked = max(0, own.place - start)
         shift = own.start - own.place
-        start, first = start + num_asked, first + num_asked
+        start = start + num_asked
+        first = first + num_asked
         places = [(own.text, (start + shift, end + shift))]
         is_same = self.text[:first] == own.text[: start + shift]
         return [(self.text, (first, last))] * is_same + places
@@ -120,7 +123,8 @@ class Conversation:
     def _prompts(self, turn: int) -> list[Prompt]:
         """The generation prompt of a turn, in the ways in which a text that has the turn may begin with it."""
         before = self.messages[:turn]
-        prompt, history = self._try(before, add_generation_prompt=True), self._try(before) or ""
+        prompt = self._try(before, add_generation_prompt=True)
+        history = self._try(before) or ""
         if prompt is None and not any(message["role"] in ("user", "assistant") for message in before):
             # The assistant begins, and the template wants a question: its prompt is as after one.
             question = [{"role": "user", "content": "a"}]
@@ -134,7 +138,8 @@ class Conversation:
         own = self._num_same(prompt, history)
         prompts = [Prompt(prompt, prompt, prompt[own:])]
         for begins, ends in THOUGHTS:
-            if (opened := prompt.find(begins, own)) < 0:
+            opened = prompt.find(begins, own)
+            if opened < 0:
                 continue
             if ends in prompt[opened:]:
                 # The block is closed again, so that the model answers at once, unless the turn has reasoning.
@@ -354,7 +359,7 @@ def _ways(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message]
     """Some templates want a content in each message that calls tools, arguments as text, or OpenAI's form of tools."""
     chats = [messages]
     if any("tool_calls" in message for message in messages):
-        with_content = [{"content": "", **message} for message in messages]
+        with_content = [({"content": ""} | message) for message in messages]
         chats += [with_content, _with_text(messages), _with_text(with_content)]
     all_tools = [tools]
     if any("function" not in tool for tool in tools or ()):
@@ -380,7 +385,7 @@ def _with_system(render: Render, messages: list[Message]) -> list[Message]:
     texts = [text for message in messages if message["role"] == "developer" for text in texts_of(message)]
     if not texts:
         return messages
-    as_system = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    as_system = [(message | {"role": "system"}) if message["role"] == "developer" else message for message in messages]
     for way in (messages, as_system):
         with contextlib.suppress(Exception):  # a template can raise anything
             written = _squeezed(render(way)[0])
@@ -395,7 +400,7 @@ def _with_thoughts(render: Render, messages: list[Message]) -> list[Message]:
     if not any(thoughts):
         return messages
     named = [
-        {**dict.fromkeys(REASONING, thought), **message} if thought else message
+        (dict.fromkeys(REASONING, thought) | message) if thought else message
         for message, thought in zip(messages, thoughts, strict=True)
     ]
     first = next(turn for turn, thought in enumerate(thoughts) if thought)
@@ -418,4 +423,4 @@ def _in_parts(message: Message, thought: str) -> Message:
     plain = {name: value for name, value in message.items() if name not in REASONING}
     content = message.get("content") or []
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return {**plain, "content": [{"type": "thinking", "thinking": thought}, *parts]}
+    return plain | {"content": [{"type": "thinking", "thinking": thought}, *parts]}

@@ -25,7 +25,9 @@ from fsdp_qlora.data.content import (
 from fsdp_qlora.data.text import chats, preferences
 from fsdp_qlora.data.text import templates as prompts
 
-HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
+# of timdettmers/openassistant-guanaco
+HUMAN = "### Human:"
+ASSISTANT = "### Assistant:"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Format:
     def prompt(self, row: Row) -> tuple[PromptContent, str | None]:
         """Read the prompt of a row, which may lack the answer, and the assistant's turn behind it. Raises BadRow."""
         answer = dict.fromkeys(set(self.columns) - set(self.asks), "?")
-        content = self.read({**row, **answer})
+        content = self.read(dict(row) | answer)
         last = content.messages[-1] if isinstance(content, Chat) and not answer else {}
         return without_answer(content), "".join(texts_of(last)) if last.get("role") == "assistant" else None
 
@@ -74,7 +76,8 @@ class Format:
         for name in self.optional_columns:
             others = [column for column in columns if column not in chosen.values()]
             matches = _matches((name, *SYNONYMS.get(name, ())), others)
-            if (column := next(filter(None, matches.values()), None)) is not None:
+            column = next(filter(None, matches.values()), None)
+            if column is not None:
                 chosen[name] = column
         return {column: name for name, column in chosen.items()}
 
@@ -123,7 +126,7 @@ def read_question(row: Row) -> Fields:
     answer = row.get("answer")
     answers = answer.get("text") if isinstance(answer, Mapping) else answer
     if isinstance(answers, list) and answers:
-        row = {**row, "answer": answers[0]}
+        row = dict(row) | {"answer": answers[0]}
     return read_fields(row, "question", "answer")
 
 
@@ -162,7 +165,8 @@ _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 def read_tokens(row: Row) -> Rendered:
     """Token ids; learned is what `labels` or a mask says, else all of them."""
-    ids, labels = _integers(row, "input_ids"), _integers(row, "labels", required=False)
+    ids = _integers(row, "input_ids")
+    labels = _integers(row, "labels", required=False)
     masks = [mask for name in _MASKS if (mask := _integers(row, name, required=False)) is not None]
     if ids is None or any(len(other) != len(ids) for other in (labels, *masks) if other is not None):
         raise BadRow("labels or mask have another length than input_ids")

@@ -28,7 +28,8 @@ class ImageProcessor:
     """The processor of a model folder, loaded when the first row shows an image. Threads may share it."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
+        self.name = name
         self._lock = threading.RLock()
 
     @classmethod
@@ -68,9 +69,11 @@ class ImageProcessor:
 
         outputs = self._call(self._processor.image_token, [Pillow.new("RGB", _TRIED)])
         outputs.pop("text_replacement_offsets")
-        shape, kinds = outputs["input_ids"].shape, self.kinds_of(outputs["input_ids"])
+        shape = outputs["input_ids"].shape
+        kinds = self.kinds_of(outputs["input_ids"])
         of_tokens = [name for name, value in outputs.items() if value.shape[:2] == shape and name not in _TOKENS]
-        if unknown := [name for name in of_tokens if not torch.equal(outputs[name], kinds)]:
+        unknown = [name for name in of_tokens if not torch.equal(outputs[name], kinds)]
+        if unknown:
             raise UserError(f"model_name {self.name}: its processor gives {unknown[0]}, which is not known here.")
         return of_tokens, [name for name in outputs if name not in (*of_tokens, *_TOKENS)]
 
@@ -93,8 +96,10 @@ class ImageProcessor:
         Raises:
             BadRow: the text shows more images, or the processor refuses one.
         """
-        text, token = "".join(segment.text for segment in row), self._processor.image_token
-        if (count := text.count(token)) > len(images):
+        text = "".join(segment.text for segment in row)
+        token = self._processor.image_token
+        count = text.count(token)
+        if count > len(images):
             raise BadRow(f"the chat template shows {count} of the row's {len(images)} images")
         if not count:
             return [*row], 0, 0, 0

@@ -35,7 +35,8 @@ class Images:
 
     def read(self, content: object, turn_number: int, *, can_show: bool) -> str | list[dict[str, str]]:
         """The content of turn `number`: text, or parts where it shows images. Raises BadRow."""
-        where, place = f"turn {turn_number}", {"type": "image"}
+        where = f"turn {turn_number}"
+        place = {"type": "image"}
         if isinstance(content, str):
             texts = content.split(_PLACE) if self._listed and can_show else [content]
             listed: Any = [part for text in texts for part in (place, {"type": "text", "text": text})][1:]
@@ -101,7 +102,9 @@ UNREADABLE = ("the image", "an image in the row")  # how reasons begin
 
 def keep_all(images: Iterable[Image]) -> tuple[tuple[bytes, ...], list[Any]]:
     """`keep` the images of a row, whose pixels in RGB may have as many bytes as a row. Raises BadRow."""
-    names, pixels, left = list[bytes](), list[Any](), most_row_bytes() // 3
+    names = list[bytes]()
+    pixels = list[Any]()
+    left = most_row_bytes() // 3
     for image in images:
         name, shown = keep(image, left)
         names.append(name)

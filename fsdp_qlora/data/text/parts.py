@@ -95,7 +95,7 @@ def without_results(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     for is_result, parts in itertools.groupby(content, key=lambda part: kind_of(part) == RESULT):
         group = list(parts)
         if not is_result:
-            turns += [{**turn, name: group}]
+            turns += [dict(turn) | {name: group}]
             continue
         turns += [
             {"role": "tool", "content": _or_empty(part.get("content")), "tool_call_id": part.get("tool_use_id")}

@@ -35,7 +35,8 @@ CHATS = ("conversations", "messages")  # of which the answers at the end are non
 PROMPTS = ("instruction", "conversations", "question", "prompt", "query", "problem", "messages", "input")
 _UNUSED = {"input": "context", "tools": "functions"}  # what may be beside a prompt, and its other name
 # Two letters, digits or apostrophes of scripts that have blanks between words, or what changes the sign before it.
-_LETTER, _MARKS = r"[^\W\u0e00-\U0010ffff]|['’]", r"[\u0300-\u036f\u200d\ufe0f\U0001f3fb-\U0001f3ff]"
+_LETTER = r"[^\W\u0e00-\U0010ffff]|['’]"
+_MARKS = r"[\u0300-\u036f\u200d\ufe0f\U0001f3fb-\U0001f3ff]"
 _WITHIN_WORD = re.compile(rf"(?:{_LETTER}|{_MARKS})(?:{_LETTER})|.{_MARKS}", re.DOTALL)
 
 
@@ -104,7 +105,8 @@ def for_teacher(row: Row, asked: str) -> Row:
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
     """--columns and --dataset_format that may train on a pair's chosen answer alone. names: as in `Reading`."""
     column_of = {ours: column for column, ours in names.items()}
-    chosen, name = column_of["chosen"], _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
+    chosen = column_of["chosen"]
+    name = _prompt_name({ours: row.get(column) for ours, column in column_of.items()})
     if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
         return [f"messages={chosen}"], "messages"
     prompt, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
@@ -115,12 +117,13 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
 def read_ratings(row: Row, threshold: float) -> PreferenceRow:
     """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
     answers = chats.turns(row.get("completions"), "completions")
-    best, worst = max(answers, key=rating_of), min(answers, key=rating_of)
+    best = max(answers, key=rating_of)
+    worst = min(answers, key=rating_of)
     if rating_of(best) == rating_of(worst):
         raise BadRow("no two answers have different ratings")
     if not rating_of(worst) < threshold <= rating_of(best):
         raise BadRow(f"all answers are rated {'below' if rating_of(best) < threshold else 'at least'} {threshold:g}")
-    return read_pair({**row, "chosen": best.get("response"), "rejected": worst.get("response")})
+    return read_pair(dict(row) | {"chosen": best.get("response"), "rejected": worst.get("response")})
 
 
 def read_labeled(row: Row) -> PreferenceRow:
@@ -139,8 +142,9 @@ def read_labeled(row: Row) -> PreferenceRow:
 def read_rating(row: Row, threshold: float) -> PreferenceRow:
     """Read a rated answer, or a list of them: the label of one is rating >= threshold. Raises BadRow."""
     if not isinstance(row["rating"], list):
-        return read_labeled({**row, "label": rating_of(row) >= threshold})
-    name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
+        return read_labeled(dict(row) | {"label": rating_of(row) >= threshold})
+    name = _prompt_name(row)
+    answers = chats.turns(row["rating"], "completions")
     contents = [_answer(row, name, _asked(row, name), answer.get("response")) for answer in answers]
     return PreferenceRow(contents, [rating_of(answer) >= threshold for answer in answers])
 
@@ -149,7 +153,8 @@ def rating_of(row: Row) -> float:
     """The number by which an answer is rated. Raises BadRow."""
     value = next((row[name] for name in RATINGS if row.get(name) is not None), None)
     with contextlib.suppress(ValueError):
-        if math.isfinite(rating := float(str(value))):
+        rating = float(str(value))
+        if math.isfinite(rating):
             return rating
     raise BadRow(f"rating is {value!r}, and can be a number")
 
@@ -171,7 +176,7 @@ def _answer(row: Row, name: str, prompt: object, answer: object) -> Chat | Rende
         )
     if is_chat:
         others = {other: row.get(other) for other in ("system", "tools")}
-        return read_prompt_completion({"prompt": prompt, "completion": answer, **others})
+        return read_prompt_completion({"prompt": prompt, "completion": answer} | others)
     instruction = text_of({name: prompt}, name)
     refuse_media(instruction, name)
     context, system = (text_of(row, other, required=False) for other in ("input", "system"))
@@ -229,7 +234,9 @@ def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[An
     back = max(Counter(row.row_number for row in rows).values(), default=1)  # a row may have several answers
     pairs = []
     for i, row in enumerate(rows):  # the row before the first is the last
-        kept, taken, before = slice(starts[i]), slice(starts[i - back], None), rows[i - back]
+        kept = slice(starts[i])
+        taken = slice(starts[i - back], None)
+        before = rows[i - back]
         ids = np.concatenate([row.ids[kept], before.ids[taken]])[:context_length]
         learned = np.concatenate([row.learned[kept], before.learned[taken]])[:context_length]
         pairs.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))

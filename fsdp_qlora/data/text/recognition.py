@@ -37,7 +37,8 @@ class Reading(NamedTuple):
     def named(self, row: Row) -> Row:
         """The columns that are used, called as in the format. Raises BadRow if a watched one is filled."""
         for column in self.watched:
-            if (reason := self._unused_meaning(column, row.get(column))) is not None:
+            reason = self._unused_meaning(column, row.get(column))
+            if reason is not None:
                 raise BadRow(reason)
         return {self.names[column]: value for column, value in row.items() if column in self.names}
 
@@ -89,7 +90,8 @@ class RequestedFormat(NamedTuple):
             UserError: the format is unknown, a column to rename is not there, or columns that it needs are missing.
         """
         self.check(columns, origin)
-        if (reading := self._told(columns, first_rows)) is not None:
+        reading = self._told(columns, first_rows)
+        if reading is not None:
             if reading.dataset_format == "text" and self.name == "auto":
                 names = reading.names
                 _refuse_other_text([{names.get(key, key): row[key] for key in row} for row in first_rows], origin)
@@ -101,7 +103,8 @@ class RequestedFormat(NamedTuple):
             raise UserError(f"{unasked} dpo.")
         if self.name == "label" and any(self._replace(name="rating")._fitting(columns)):
             raise UserError(f"{unasked} kto.")
-        wanted, works = FORMATS.get(self.name), partial(reads, first_rows, dataset_format=self.name)
+        wanted = FORMATS.get(self.name)
+        works = partial(reads, first_rows, dataset_format=self.name)
         needed = f" The format {self.name} needs {', '.join(wanted.columns)}." if wanted else ""
         raise UserError(
             f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
@@ -111,7 +114,8 @@ class RequestedFormat(NamedTuple):
         """Raise UserError if the format is unknown, or a column to rename is not there."""
         if self.name != "auto" and self.name not in FORMATS:
             raise UserError(f"dataset_format: unknown format {self.name!r}. Formats: {', '.join(['auto', *FORMATS])}.")
-        if missing := [name for name in self.renames if name not in columns]:
+        missing = [name for name in self.renames if name not in columns]
+        if missing:
             raise UserError(
                 f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
             )
@@ -129,12 +133,13 @@ class RequestedFormat(NamedTuple):
             raise BadRow("images: answers are generated to text alone")
         for name, names in _prompt_formats(self.name, tuple(self.renames.items()), columns):
             named = {names[column]: row[column] for column in columns if column in names}
-            if (recognizes := FORMATS[name].recognizes) is None or self.name == name or recognizes(named):
+            recognizes = FORMATS[name].recognizes
+            if recognizes is None or self.name == name or recognizes(named):
                 beside = [column for column in self._watched(columns) if column not in {*names, *_NOT_ASKED}]
                 read: Row = Reading(name, names, beside).named(row)
                 if for_teacher:
                     taught = {column: row.get(column) for column in preferences.TEACHERS}
-                    read = preferences.for_teacher({**read, **taught}, FORMATS[name].asks[0])
+                    read = preferences.for_teacher(dict(read) | taught, FORMATS[name].asks[0])
                 return name, *FORMATS[name].prompt(read)
         prompt_columns = dict.fromkeys(column for row_format in FORMATS.values() for column in row_format.asks[-1:])
         raise BadRow(f"no prompt in a column {', '.join((*prompt_columns, *ASKING))}")
@@ -175,7 +180,8 @@ class RequestedFormat(NamedTuple):
             if alias and name == "text" and len(renamed) > 1:  # an answer, whose question may be called otherwise
                 continue
             ours = {column: alias.get(named, named) for column, named in renamed.items()}
-            if wanted := FORMATS[name].renames(ours.values(), is_answered=is_answered):
+            wanted = FORMATS[name].renames(ours.values(), is_answered=is_answered)
+            if wanted:
                 yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
 
 
@@ -247,7 +253,8 @@ _SHOWN = 600  # characters, of a row
 
 def advise(rows: Sequence[Row], works: Callable[[Sequence[str]], bool]) -> str:
     """Advise on rows of no known format: --columns with which it `works`, or else the first row."""
-    if columns := next(filter(works, _candidates(rows)), None):
+    columns = next(filter(works, _candidates(rows)), None)
+    if columns:
         return f"Say which column is which, such as --columns {shlex.join(columns)}"
     row = json.dumps(rows[0], ensure_ascii=False, default=str)
     shown = row if len(row) <= _SHOWN else f"{row[:_SHOWN]}..."

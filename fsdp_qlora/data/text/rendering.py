@@ -28,7 +28,10 @@ from fsdp_qlora.data.text.image_processor import ImageProcessor
 from fsdp_qlora.data.text.images import keep_all
 from fsdp_qlora.data.text.templates import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 
-TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
+# kinds of records
+TEMPLATE = "template"
+CHAT = "chat"
+TEXT = "text"
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
 _MARK = "<<answer>>"
 T = TypeVar("T")
@@ -55,8 +58,10 @@ class Renderer:
         workers: Sequence[TemplateWorker],
         image_processor: ImageProcessor | None = None,
     ) -> None:
-        self._is_chat, self._learn = chosen.is_chat, learn
-        self._workers, self._image_processor = workers, image_processor
+        self._is_chat = chosen.is_chat
+        self._learn = learn
+        self._workers = workers
+        self._image_processor = image_processor
         self._prompt = chosen.prompt or of_format
         self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
@@ -128,7 +133,8 @@ class Renderer:
         assert self._image_processor is not None
         names, pixels = keep_all(chat.images)
         expanded = [self._image_processor.expand(row, pixels) for row in rows]
-        if (most := max(count for _, count, *_ in expanded)) < len(chat.images):
+        most = max(count for _, count, *_ in expanded)
+        if most < len(chat.images):
             raise BadRow(f"the chat template shows {most} of the row's {len(chat.images)} images")
         ids = self._image_processor.image_ids
         return [
@@ -184,7 +190,7 @@ def prompt_record(
         return {"kind": CHAT, "chat_template": chosen.chat}
     if content is Fields or is_filled:
         template = chosen.prompt or FORMATS[dataset_format].template
-        return {"kind": TEMPLATE, "name": chosen.name or dataset_format, **dataclasses.asdict(template)}
+        return {"kind": TEMPLATE, "name": chosen.name or dataset_format} | dataclasses.asdict(template)
     return {"kind": TEXT}
 
 
@@ -220,7 +226,8 @@ def describe_lack(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase)
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     """The text in front of an answer by a record of kind TEMPLATE, with places for a row's content."""
-    template, filled = recorded_template(record).prompt, {}
+    template = recorded_template(record).prompt
+    filled = {}
     assert template is not None
     for title, context in (("with an input", "{input}"), ("without", "")):
         filled[title] = template.fill(Fields("{instruction}", "", context=context))[0].text

@@ -9,12 +9,12 @@ from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import open_named
 
 # Names in braces that a template may have -> the field of `Fields`. What else is in braces is text.
-PLACEHOLDERS = {
-    **dict.fromkeys(("instruction", "question", "prompt"), "instruction"),
-    **dict.fromkeys(("input", "context"), "context"),
-    **dict.fromkeys(("output", "response", "answer", "completion"), "response"),
-    "system": "system",
-}
+PLACEHOLDERS = (
+    dict.fromkeys(("instruction", "question", "prompt"), "instruction")
+    | dict.fromkeys(("input", "context"), "context")
+    | dict.fromkeys(("output", "response", "answer", "completion"), "response")
+    | {"system": "system"}
+)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _VARIANTS = re.compile(r"^===+ *\n", re.MULTILINE)  # the line between the two variants in a template's file
 
@@ -147,7 +147,8 @@ def find_template(name: str | None) -> ChosenTemplate:
 
 def _parse_template(text: str, name: str) -> ChosenTemplate:
     """A template's file: text with {instruction} and so on; what follows a line of === is for rows without context."""
-    if len(variants := _VARIANTS.split(text)) > 2:
+    variants = _VARIANTS.split(text)
+    if len(variants) > 2:
         raise UserError(f"prompt_template {name}: it may have at most one line of ===, between two variants.")
     for variant in variants:
         names = {PLACEHOLDERS.get(word) for word in _PLACEHOLDER.findall(variant)}

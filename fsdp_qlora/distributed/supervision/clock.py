@@ -62,7 +62,8 @@ def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bo
         TimeoutError: the function is still running; its result is lost.
         Exception: raised by `function`.
     """
-    result, slices = begun(function), max(1, round(seconds / _SLICE_SECONDS))
+    result = begun(function)
+    slices = max(1, round(seconds / _SLICE_SECONDS))
     while slices:
         if wait([result], _SLICE_SECONDS).done:
             return result.result()
@@ -81,7 +82,8 @@ class Worker:
     """
 
     def __init__(self, module: str, seconds: float) -> None:
-        self._module, self._seconds = module, seconds
+        self._module = module
+        self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
 
     def _exchange(self, line: str, seconds: float | None = None) -> tuple[str, int]:
@@ -99,13 +101,15 @@ class Worker:
             return process.stdout.readline()
 
         with contextlib.suppress(BrokenPipeError, TimeoutError):
-            if (reply := within(seconds or self._seconds, send_and_receive)).endswith("\n"):
+            reply = within(seconds or self._seconds, send_and_receive)
+            if reply.endswith("\n"):
                 return reply, 0
         return "", self.close()
 
     def close(self) -> int:
         """End the process, and those that it has started. Returns its exit status."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return 0
         with contextlib.suppress(ProcessLookupError):
@@ -142,8 +146,12 @@ class Heartbeat:
     """The step and phase that the training thread has reached, and when."""
 
     def __init__(self) -> None:
-        self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
+        self.step = 0
+        self.phase = PHASES[0]
+        self.at = time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
         """Record that this rank has reached a phase (see PHASES) of a step. Costs no more than an assignment."""
-        self.step, self.phase, self.at = step, phase, time.monotonic()
+        self.step = step
+        self.phase = phase
+        self.at = time.monotonic()

@@ -62,7 +62,8 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
         watchdog.presence.on_end(how_it_ends(error).state, str(error))
         raise
     except Exception as error:
-        if kind := exhausted_memory(error):
+        kind = exhausted_memory(error)
+        if kind:
             where = f"in step {watchdog.heartbeat.step + 1} ({watchdog.heartbeat.phase})"
             message = _describe_out_of_memory(error, kind, watchdog.ranks.rank, where, memory_settings)
             failure: Exception = OutOfMemory(message)
@@ -120,7 +121,8 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if kind := exhausted_memory(error):
+        kind = exhausted_memory(error)
+        if kind:
             message = _describe_out_of_memory(error, kind, rank, "while the model was loaded", settings)
             raise TrainingError(message) from error
         if is_lost(error):

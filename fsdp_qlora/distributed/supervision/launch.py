@@ -32,8 +32,10 @@ if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wr
     from torch.distributed.launcher.api import LaunchConfig
 
 _STATUS_OF_SIGNAL = {
+    signal.SIGTERM: ENDINGS["preempted"].exit_code,
     # Slurm sends SIGUSR1 when a job's time is nearly over.
-    **dict.fromkeys((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), ENDINGS["preempted"].exit_code),
+    signal.SIGUSR1: ENDINGS["preempted"].exit_code,
+    signal.SIGHUP: ENDINGS["preempted"].exit_code,
     signal.SIGINT: ENDINGS["interrupted"].exit_code,
 }
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
@@ -122,7 +124,8 @@ def _torchrun_has_nproc(argv: list[str]) -> bool:
     except OSError:
         return True  # no /proc: keep the single process that torchrun started
     # The parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. The same flag in ARGV is ours.
-    torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
+    torchrun = command[: len(command) - len(argv)]
+    arguments = command[len(command) - len(argv) :]
     # torchrun accepts abbreviations; no other option of it starts with --np.
     return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
 
@@ -131,7 +134,8 @@ def _check_torchrun_processes(config: TrainConfig) -> None:
     """Refuse a number of processes that differs from torchrun's."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
-    local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    total = int(os.environ.get("WORLD_SIZE", "1"))
     if config.nproc_per_node not in (-1, local, total):
         started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
@@ -217,7 +221,8 @@ def _run_workers(processes: int, words: list[str], server_socket: socket.socket,
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
     """Prepare the workers' environment; at the end restore it, and forward a final ending to an outer torchrun."""
-    before, note = dict(os.environ), Path(folder) / "end.json"
+    before = dict(os.environ)
+    note = Path(folder) / "end.json"
     try:
         _prepare_environment()
         os.environ[NOTE_FILE] = str(note)
@@ -311,9 +316,11 @@ def _report_failure(rank: int, exit_code: int, reason: str, *, prints: bool = Tr
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
         event, cause = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
-        message, status = f"{event} with exit code {exit_code}; the {cause} is above.", exit_code
+        message = f"{event} with exit code {exit_code}; the {cause} is above."
+        status = exit_code
     else:
-        message, status = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
+        message = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}."
+        status = 128 - exit_code
         if -exit_code == signal.SIGKILL:
             message += " The machine may have run out of memory: see dmesg."
     if prints or exit_code < 0:

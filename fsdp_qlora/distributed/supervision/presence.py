@@ -29,7 +29,9 @@ _PULSE_SECONDS = 2.0  # between heartbeats
 _SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL and gloo wait until the group's timeout
 _OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and report it themselves
 _ABORT = "abort"
-_STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
+_STARTING = b"starting"
+_TRAINING = b"training"
+_DONE = b"done"
 
 
 class BoundedStore:
@@ -44,7 +46,9 @@ class BoundedStore:
     """
 
     def __init__(self, store: dist.Store, *, seconds: float) -> None:
-        self._store, self._seconds, self._parent = store, seconds, os.getppid()
+        self._store = store
+        self._seconds = seconds
+        self._parent = os.getppid()
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
         """The store's request of this name with the time limit: set, get, check, compare_set."""
@@ -104,7 +108,9 @@ class Presence:
 
     def begin_training(self, where: Callable[[], str], watch: Callable[[], None]) -> None:
         """Call `watch` from now on, which must call `check_peers`. A silent rank counts as dead sooner than before."""
-        self.is_starting, self.where, self.watch = False, where, watch
+        self.is_starting = False
+        self.where = where
+        self.watch = watch
         self._begin()
 
     def _begin(self) -> None:
@@ -168,7 +174,8 @@ class Presence:
             try:
                 yield self._store
             except Exception as error:
-                self._store, self._has_lost_store = dist.HashStore(), True
+                self._store = dist.HashStore()
+                self._has_lost_store = True
                 self._is_silent = isinstance(error, TimeoutError)
 
     def _set(self, key: str, value: str) -> None:
@@ -188,7 +195,8 @@ class Presence:
                 if store.check([f"alive/{self._neighbour}"]):
                     heard = store.get(f"alive/{self._neighbour}")
                     if heard != self._heard:
-                        self._heard, self._heard_at = heard, now
+                        self._heard = heard
+                        self._heard_at = now
         if self._heard == _DONE:
             self._heard_at = now
 

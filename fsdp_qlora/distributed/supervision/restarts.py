@@ -37,7 +37,8 @@ def record_exit(ending: Ending, message: str) -> None:
     if not ending.is_final:
         return
     note = json.dumps([ending.exit_code, message.splitlines()[0]])
-    if file := os.environ.get(NOTE_FILE):
+    file = os.environ.get(NOTE_FILE)
+    if file:
         with contextlib.suppress(OSError), Path(file).open("x") as stream:  # another rank may have been first
             stream.write(note)
     _store(note)
@@ -52,7 +53,8 @@ def forward_exit(file: Path) -> None:
 def _store(note: str) -> None:
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
         with contextlib.suppress(Exception):  # torchrun may have ended; then it restarts nothing
-            if store := _agent_store():
+            store = _agent_store()
+            if store:
                 store.set(_KEY, note)
 
 
@@ -71,6 +73,7 @@ def _agent_store() -> "Store | None":
         return None
     from torch.distributed import PrefixStore, TCPStore
 
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, timeout=datetime.timedelta(seconds=10), wait_for_workers=False)
     return PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "0"), store)

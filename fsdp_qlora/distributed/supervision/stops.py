@@ -58,7 +58,9 @@ class Signals:
     """
 
     def __init__(self, *, ends_process: bool = False) -> None:
-        self.requested, self.is_starting, self._ends_process = 0, True, ends_process
+        self.requested = 0
+        self.is_starting = True
+        self._ends_process = ends_process
         self._process = os.getpid()
         self._interrupted_at: float | None = None
 
@@ -98,7 +100,8 @@ class Signals:
                 os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
                 os._exit(ENDINGS["interrupted"].exit_code)
             self._interrupted_at = self._interrupted_at or now
-        is_first, self.requested = not self.requested, max(self.requested, _STOP_OF_SIGNAL[signum])
+        is_first = not self.requested
+        self.requested = max(self.requested, _STOP_OF_SIGNAL[signum])
         if is_first and self.is_starting:
             raise KeyboardInterrupt  # libraries catch Exception, and take other errors for their own
 
@@ -175,15 +178,20 @@ class Control:
         started: float | None = None,
         signals: Signals | None = None,
     ) -> None:
-        self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
+        self.is_rank_0 = is_rank_0
+        self.budget = budget or Budget()
+        self.save_seconds = save_seconds
         self.started = clock.elapsed() if started is None else started
-        self.signals, self.heartbeat = signals or Signals(), Heartbeat()
+        self.signals = signals or Signals()
+        self.heartbeat = Heartbeat()
         self.stop: Stop | None = None
         self.save = False
         self.is_writing: Callable[[], bool] = lambda: False
         self.is_written = False
-        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
-        self._steps, self._saves = clock.Longest(), clock.Longest()
+        self._saved_at = clock.elapsed()
+        self._agreed_at = clock.awake()
+        self._steps = clock.Longest()
+        self._saves = clock.Longest()
 
     def reserve_seconds(self) -> float:
         """The estimated time of the rest of this step, another step and a save, with a margin."""
@@ -212,12 +220,15 @@ class Control:
         if len(set(steps)) > 1:
             raise TrainingError(f"The ranks are at different steps (ranks 0, 1, ...: {', '.join(map(str, steps))}).")
         stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
-        self.stop, self.save, self.is_written = STOPS[int(stop)], save > 0, not writing
+        self.stop = STOPS[int(stop)]
+        self.save = save > 0
+        self.is_written = not writing
         now = clock.awake()
         self._steps.add(now - self._agreed_at)
         self._agreed_at = now
 
     def saved(self, seconds: float) -> None:
         """Record the duration of a save that has just ended."""
-        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
+        self._saved_at = clock.elapsed()
+        self._agreed_at = clock.awake()
         self._saves.add(seconds)

@@ -35,7 +35,9 @@ class Watchdog:
     """
 
     def __init__(self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path) -> None:
-        self.heartbeat, self.presence, self.ranks = heartbeat, presence, presence.ranks
+        self.heartbeat = heartbeat
+        self.presence = presence
+        self.ranks = presence.ranks
         self.hang_seconds = hang_minutes * 60
         self.output_dir = output_dir
         self._looked_at = time.monotonic()
@@ -110,7 +112,8 @@ def _describe_hang(positions: dict[int, dict[str, Any]], world_size: int, second
         return position["step"], PHASES.index(position["phase"]), position["is_waiting"]
 
     problem = f"No rank has made progress for {seconds / 60:.3g} minutes"
-    if silent := sorted(set(range(world_size)) - positions.keys()):
+    silent = sorted(set(range(world_size)) - positions.keys())
+    if silent:
         silent_ranks = ", ".join(map(str, silent))
         return f"{problem}. Rank {silent_ranks} does not answer: its process or machine has ended or is stuck."
     places = "; ".join(

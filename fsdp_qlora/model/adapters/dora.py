@@ -46,7 +46,8 @@ class _DoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         product, row_squares, bias = frozen
         # Weights are attributes for the reason given in lora.py.
-        ctx.weights, ctx.product = (lora_A, lora_B, magnitude), product
+        ctx.weights = (lora_A, lora_B, magnitude)
+        ctx.product = product
         rows = x.flatten(0, -2)
         inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
         *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
@@ -66,7 +67,8 @@ class _DoraProduct(torch.autograd.Function):
         grad_y = grads[0].flatten(0, -2)
         x, low = take_kept(ctx.product)
         adapted, norm = ctx.saved_tensors
-        (lora_A, _, magnitude), (base, scaling, dropout, *_) = ctx.weights, ctx.product
+        (lora_A, _, magnitude) = ctx.weights
+        (base, scaling, dropout, *_) = ctx.product
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
         scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # reuses its memory
         factors = dropout.factors(x) if dropout else None
@@ -96,7 +98,8 @@ def row_norms(
         product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
     """
     with torch.autocast(autocast_kind(product), enabled=False):  # autocast would run these float32 products in 16 bits
-        lora_A, lora_B = lora_A.float(), lora_B.float()
+        lora_A = lora_A.float()
+        lora_B = lora_B.float()
         with_update = torch.addmm(
             product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
         )
@@ -142,12 +145,15 @@ class DoraAdapter(LoraAdapter):
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
         """Compute x W'^T + b, [.., out]. With dropout, as in PEFT: x W^T + b + x' (W' - W)^T with x' after dropout."""
-        base, base_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
+        base = frozen_product(base_layer, x, with_bias=False)
+        base_bias = base_layer.bias
         bias = base_bias.to(base.dtype) if isinstance(base_bias, torch.Tensor) else None
         x, low, product = self._low_rank(x, base, source)
         # FSDP2 gathers at `__call__`, and expects one call per pass, not one per piece.
         magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
-        lora_A, lora_B, frozen = self.lora_A.weight, self.lora_B.weight, (product, row_squares, bias)
+        lora_A = self.lora_A.weight
+        lora_B = self.lora_B.weight
+        frozen = (product, row_squares, bias)
         y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, frozen)
         return y
 

@@ -39,7 +39,8 @@ def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
             "quantized already. Give the model with 16- or 32-bit weights, or leave init_lora_weights at true."
         )
     for name, layer in adapted_weights(model).items():
-        rank, most = layer.lora.lora_A.out_features, min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
+        rank = layer.lora.lora_A.out_features
+        most = min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
         if rank > most:
             raise UserError(
                 f"init_lora_weights {init}: the rank for {name} is {rank}, and its shape allows at most {most}. "

@@ -105,7 +105,8 @@ def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> li
 def _select_named(paths: Sequence[str], names: Sequence[str], problem: str, choices: str) -> list[str]:
     """The paths that end in one of these names. Raises UserError(problem ...) if a name matches none."""
     chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
-    if unmatched := [name for name in names if not chosen[name]]:
+    unmatched = [name for name in names if not chosen[name]]
+    if unmatched:
         raise UserError(
             f"{problem} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {choices}."
         )
@@ -120,7 +121,8 @@ def find_pattern(patterns: Iterable[str], path: str) -> str | None:
 def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
     """Refuse patterns that are not the first match of any layer with an adapter."""
     patterns = list(patterns)
-    if unused := set(patterns) - {find_pattern(patterns, path) for path in targets}:
+    unused = set(patterns) - {find_pattern(patterns, path) for path in targets}
+    if unused:
         leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
         raise UserError(
             f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "

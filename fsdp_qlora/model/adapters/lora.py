@@ -80,7 +80,8 @@ class _LoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to compute them again.
-        ctx.weights, ctx.product = (lora_A, lora_B), product
+        ctx.weights = (lora_A, lora_B)
+        ctx.product = product
         return as_before(_adapted(x.flatten(0, -2), low, lora_B, product.base, product.scaling), x)
 
     @staticmethod
@@ -88,7 +89,8 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = grads[0].flatten(0, -2)
         x, low = take_kept(ctx.product)
-        lora_A, (base, scaling, dropout, *_) = ctx.weights[0], ctx.product
+        lora_A = ctx.weights[0]
+        (base, scaling, dropout, *_) = ctx.product
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
         del x  # which may have been computed again: its gradient can have its memory
@@ -107,7 +109,8 @@ def low_rank_grads(
     grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
-    (lora_A, lora_B, *_), scaling = ctx.weights, ctx.product.scaling
+    (lora_A, lora_B, *_) = ctx.weights
+    scaling = ctx.product.scaling
     grad_low = grad_y @ lora_B.to(grad_y.dtype)
     grad_B = _scaled_product(grad_y.T, low, scaling)
     grad_A = _scaled_product(grad_low.T, x, scaling)
@@ -160,7 +163,8 @@ class LoraAdapter(nn.Module):
         self, x: torch.Tensor, base: FrozenProduct, source: Any
     ) -> tuple[torch.Tensor, torch.Tensor, Product]:
         """x in the base's dtype, u, and the product's other inputs."""
-        dropout, x = Dropout.draw(self.dropout) if self.training and self.dropout else None, x.to(base.dtype)
+        dropout = Dropout.draw(self.dropout) if self.training and self.dropout else None
+        x = x.to(base.dtype)
         with torch.no_grad():  # the product has all gradients
             rows = x.flatten(0, -2)
             low = F.linear(dropout(rows) if dropout else rows, self.lora_A.weight.to(x.dtype))
@@ -207,7 +211,8 @@ class ExpertsLora(nn.Module):
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
         """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without an argument."""
-        lora_A, lora_B = self.lora_A.weight, self.lora_B.weight
+        lora_A = self.lora_A.weight
+        lora_B = self.lora_B.weight
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
         return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
 

@@ -16,14 +16,16 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.utils.errors import UserError
 from fsdp_qlora.utils.files import read_named, refuse_pipes
 
-CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "training.json"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+RECORD = "training.json"
 PREFIX = "base_model.model."  # begins the names of the tensors
 # Unsupported settings of LoRA -> their neutral values besides null.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,)),
-    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([], {})),
-    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},)),
-}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = (
+    dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,))
+    | dict.fromkeys(("layer_replication", "alora_invocation_tokens"), ([], {}))
+    | dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},))
+)
 # Initial values that change the base: PEFT saves the adapter for the changed base unless it is asked to convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 _TYPES: dict[str, Any] = {
@@ -58,7 +60,7 @@ class PretrainedAdapter:
     def lineage(self) -> dict[str, Any]:
         """The adapter's name, run and step, for the training record of a run that starts from it."""
         origin = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
-        return {"name": self.folder.resolve().name, **origin}
+        return {"name": self.folder.resolve().name} | origin
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:

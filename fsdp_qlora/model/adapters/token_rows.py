@@ -44,7 +44,8 @@ def add_tokens(known: PreTrainedTokenizerBase, words: Sequence[str], num_rows: i
     """
     if known is None:
         return None, NewTokens(tuple(range(num_rows, num_rows + len(words))))
-    tokenizer, rows = copy.deepcopy(known), range(min(len(known), num_rows))
+    tokenizer = copy.deepcopy(known)
+    rows = range(min(len(known), num_rows))
     described = {token: description for token, _, description in (word.partition(": ") for word in words)}
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in described])
     starts: dict[int, Sequence[int]] = {}
@@ -63,7 +64,8 @@ class TokenRows(nn.Module):
 
     def __init__(self, tokens: NewTokens, rows: torch.Tensor) -> None:
         super().__init__()
-        self.tokens, self.trainable_tokens_delta = tokens, nn.Parameter(rows)
+        self.tokens = tokens
+        self.trainable_tokens_delta = nn.Parameter(rows)
         self.register_buffer("indices", torch.tensor(tokens.ids), persistent=False)
 
     def among(self, first: int, count: int) -> slice:
@@ -88,7 +90,8 @@ def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool)
 
     looks_up: whether the embedding is a plain one.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if not looks_up or type(head).forward is not nn.Linear.forward or head.bias is not None:
         name = type(model).__name__
         raise UserError(f"--add_tokens: embedding and head of {name} do more than with rows. Use --modules_to_save.")
@@ -99,14 +102,17 @@ def add_token_rows(model: PreTrainedModel, tokens: NewTokens, *, looks_up: bool)
 
 def attach_token_rows(model: PreTrainedModel) -> None:
     """Let a model compute with its rows of new tokens. Before it is sharded, since hooks of sharded modules follow."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     rows, own = (getattr(module, "token_adapter", None) for module in (embedding, head))
     if rows is None:
         return
-    of_head, tokens = own or rows, list[torch.Tensor]()
+    of_head = own or rows
+    tokens = list[torch.Tensor]()
 
     def insert(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-        ids, frozen = tokens.pop(), module._parameters["weight"]
+        ids = tokens.pop()
+        frozen = module._parameters["weight"]
         places = torch.searchsorted(rows.indices, ids).clamp_(max=len(rows.indices) - 1)
         module._parameters["weight"] = rows.trainable_tokens_delta.to(output.dtype)
         found = module.forward(places)  # which may scale them
@@ -130,7 +136,8 @@ def attach_token_rows(model: PreTrainedModel) -> None:
 def start_token_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Set the rows of new tokens of a loaded model to the means that they start from. Collective."""
     for module, rows in with_token_rows(model).values():
-        (first, last), local = own_rows(module.weight, mesh), local_part(module.weight)
+        (first, last) = own_rows(module.weight, mesh)
+        local = local_part(module.weight)
         means: dict[Sequence[int], torch.Tensor] = {}
         for start in set(rows.tokens.starts):
             ids = torch.tensor(start)

@@ -205,8 +205,10 @@ def _attention(
     """A kernel as transformers calls it."""
     if "document_lengths" not in told:
         raise NotImplementedError("the model does not pass on where documents begin")
-    longest, window = max(told["document_lengths"]), told.get("sliding_window")
-    places, sinks = told.get("places"), told.get("s_aux")
+    longest = max(told["document_lengths"])
+    window = told.get("sliding_window")
+    places = told.get("places")
+    sinks = told.get("s_aux")
     context: ContextGroup | None = told.get("context_group")
     if context:
         query, key, value = context.to_heads(query, key, value)
@@ -236,7 +238,8 @@ def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: C
     """torch's flash kernel; 16 bits, Ampere and newer. SDPA for the blocks whose heads are too wide for it."""
     if query.shape[-1] > _MOST_OF_FLASH and not query.is_meta:
         return _sdpa(query, key, value, call, repeat=True)
-    kind, missing = autocast_kind(query), query.shape[-1] - value.shape[-1]
+    kind = autocast_kind(query)
+    missing = query.shape[-1] - value.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     padded = F.pad(value, (0, missing)) if missing else value  # V is filled up to D
     query, key, padded = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, padded))  # [T, H, D]
@@ -279,10 +282,12 @@ def _sdpa(
     """torch's SDPA. repeat: give each head of queries keys and values of its own, see `choose_sdpa`."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        length, groups = query.shape[2], query.shape[1] // key.shape[1]
+        length = query.shape[2]
+        groups = query.shape[1] // key.shape[1]
         mask = _visible(length, call.window, query.device) if call.window and call.window < length else None
         # Kernels that take a mask take no groups of heads.
-        if repeats := groups > 1 and (repeat or mask is not None):
+        repeats = groups > 1 and (repeat or mask is not None)
+        if repeats:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         return F.scaled_dot_product_attention(
             query,
@@ -331,7 +336,8 @@ def changing_rope(config: PretrainedConfig) -> tuple[str, int] | None:
 def compute_rope_by_row(model: PreTrainedModel) -> None:
     """Let such frequencies follow from each row's own length: transformers takes that of the longest row in the batch,
     and for `dynamic` also that of batches before."""
-    if rope := changing_rope(model.config):
+    rope = changing_rope(model.config)
+    if rope:
         for module in model.modules():
             if hasattr(module, "rope_type"):
                 module.register_forward_hook(partial(_rope_of_rows, copy.deepcopy(module), rope[1]), with_kwargs=True)
@@ -343,9 +349,11 @@ def _rope_of_rows(module: nn.Module, length: int, _: nn.Module, args: Any, kwarg
     positions = given.pop("position_ids")
     if positions.dim() != 2 or positions.is_meta:
         return tables
-    rows, dim = [positions], 1
+    rows = [positions]
+    dim = 1
     if positions.max() >= length and len(positions) > 1:
-        rows, dim = positions.split(1), 0
+        rows = positions.split(1)
+        dim = 0
     elif positions.max() >= length:
         rows = positions.tensor_split((positions[0] == 0).nonzero().flatten()[1:].cpu(), dim=1)
     shared = {id(module.config): module.config}  # and not copied

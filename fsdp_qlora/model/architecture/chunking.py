@@ -32,9 +32,12 @@ def split_tokens(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def in_pieces(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """function(x) for x [.., n]; the function is given [1, N, n] and its output for a token depends on no other."""
-    rows, state = x.reshape(1, -1, x.shape[-1]), torch.get_rng_state()
+    rows = x.reshape(1, -1, x.shape[-1])
+    state = torch.get_rng_state()
     kept = Kept(rows)
-    pieces, needs_grad, found = [*split_tokens(rows)], x.requires_grad, []
+    pieces = [*split_tokens(rows)]
+    needs_grad = x.requires_grad
+    found = []
 
     def compute(index: int) -> torch.Tensor:
         if not pieces:  # in the backward pass: of the x that autograd has kept, or the block computed again

@@ -46,8 +46,10 @@ class InputsOnlyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
-        ctx.gives_output, ctx.output_again = True, lambda node: _once(node)[1].detach()
-        ctx.function, ctx.again = function, None
+        ctx.gives_output = True
+        ctx.output_again = lambda node: _once(node)[1].detach()
+        ctx.function = function
+        ctx.again = None
         ctx.save_for_backward(x)
         return function(x)
 
@@ -102,7 +104,8 @@ class Gated(torch.autograd.Function):
     def forward(
         ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, inputs_only: bool
     ) -> torch.Tensor:
-        ctx.gives_output, ctx.output_again = inputs_only, lambda node: _gated(activation, *node.saved_tensors)
+        ctx.gives_output = inputs_only
+        ctx.output_again = lambda node: _gated(activation, *node.saved_tensors)
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
         return _gated(activation, gate, up)
@@ -115,7 +118,8 @@ class Gated(torch.autograd.Function):
         if gate.numel() <= PIECE:
             return *_gated_gradients(ctx.activation, grad, gate, up), None, None
         # In the memory of gate and up, which were made for their product alone.
-        gate, up = gate.detach(), up.detach()
+        gate = gate.detach()
+        up = up.detach()
         rows = max(1, PIECE // gate.shape[-1])
         pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
         for piece in zip(*pieces, strict=True):
@@ -194,10 +198,14 @@ class RmsNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, form: str, eps: float) -> None:
         super().__init__()
-        self.weight, self.form, self.eps = weight, form, eps
+        self.weight = weight
+        self.form = form
+        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        form, weight, eps = FORMS[self.form], self.weight, self.eps
+        form = FORMS[self.form]
+        weight = self.weight
+        eps = self.eps
         if not self.inputs_only or weight.requires_grad or not x.requires_grad:
             # The gradients of x by its parts are added up before others' are, so that saving less changes no bit.
             return form(x.view_as(x), weight, eps)
@@ -247,7 +255,8 @@ class Mlp(nn.Module):
     inputs_only: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
     """
 
-    inputs_only, inner = False, 0
+    inputs_only = False
+    inner = 0
     compute: Function  # of x [.., hidden]
 
     def __init__(self, module: nn.Module) -> None:
@@ -256,7 +265,8 @@ class Mlp(nn.Module):
         self.compute = types.MethodType(type(module).forward, self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
+        tokens = x.numel() // x.shape[-1]
+        hidden = x.shape[-1]
         if self.inputs_only or count_pieces(tokens, hidden=hidden, inner=self.inner) == 1:
             return self.compute(x)
         return in_pieces(self.compute, x)
@@ -272,7 +282,8 @@ class GatedMlp(Mlp):
         nn.Module.__init__(self)
         for name, child in children.items():
             self.add_module(name, child)
-        self.roles, self.activation = roles, activation
+        self.roles = roles
+        self.activation = activation
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
@@ -353,13 +364,15 @@ def as_own_mlp(module: nn.Module) -> Mlp | None:
 
 def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
     """The module with small random layers in the proportions of its own, and tokens for the first of them."""
-    linears, random = _linears_alone(module), torch.Generator("cpu").manual_seed(0)
+    linears = _linears_alone(module)
+    random = torch.Generator("cpu").manual_seed(0)
     # By their common divisor sizes shrink to a few numbers and stay different where they were, so that matrices fit
     # together in the model's way alone.
     unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
     small: dict[str, nn.Module | None] = dict(module._modules)
     for name, linear in linears.items():
-        sizes, bias = (linear.in_features // unit, linear.out_features // unit), linear.bias is not None
+        sizes = (linear.in_features // unit, linear.out_features // unit)
+        bias = linear.bias is not None
         small[name] = nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float32)
         for parameter in small[name].parameters():  # type: ignore[union-attr]
             nn.init.normal_(parameter, generator=random)

@@ -164,7 +164,8 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
             f"model_name {name}: config.json has quantization_config {shown(settings)}, not an object. Download it "
             "again, or give the model with 16- or 32-bit weights."
         )
-    model_type, has_code = content.get("model_type"), bool(content.get("auto_map"))
+    model_type = content.get("model_type")
+    has_code = bool(content.get("auto_map"))
     if str(model_type) in CONFIG_MAPPING:
         return
     if has_code and not trust_remote_code:
@@ -231,7 +232,8 @@ def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens at which the model stops: the tokenizer's, and what the configurations of the folder name."""
-    config, stops = read_json(folder / "config.json"), [tokenizer.eos_token_id]
+    config = read_json(folder / "config.json")
+    stops = [tokenizer.eos_token_id]
     for content in (config, config.get("text_config"), read_json(folder / "generation_config.json")):
         named = content.get("eos_token_id") if isinstance(content, dict) else None
         stops += named if isinstance(named, list) else [named]
@@ -275,7 +277,7 @@ class _LargeOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
-            on_meta = func(*args, **{**kwargs, "device": "meta"})
+            on_meta = func(*args, **(kwargs | {"device": "meta"}))
             if on_meta.numel() >= _LARGE:
                 return on_meta
         return func(*args, **kwargs)
@@ -329,7 +331,8 @@ def build_meta_model(
                 f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
         sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
-        if wrong := [path for path, size in sizes.items() if not 0 < size <= _MOST_OF_A_WEIGHT]:
+        wrong = [path for path, size in sizes.items() if not 0 < size <= _MOST_OF_A_WEIGHT]
+        if wrong:
             raise UserError(
                 f"The {config.model_type} model described by config.json has weights of size {sizes[wrong[0]]}, such "
                 f"as {wrong[0]}. Download it again."
@@ -360,9 +363,11 @@ def is_linear(module: nn.Module) -> bool:
         return False
     if getattr(module.forward, "__func__", None) is nn.Linear.forward:
         return True
-    weight, x = torch.sin(torch.arange(77.0, device="cpu")).view(7, 11), torch.eye(11, device="cpu")[None]
-    bias, small = None if module.bias is None else weight[:, 0], copy.copy(module)
-    vars(small)["_parameters"] = {**module._parameters, "weight": weight, "bias": bias}
+    weight = torch.sin(torch.arange(77.0, device="cpu")).view(7, 11)
+    x = torch.eye(11, device="cpu")[None]
+    bias = None if module.bias is None else weight[:, 0]
+    small = copy.copy(module)
+    vars(small)["_parameters"] = module._parameters | {"weight": weight, "bias": bias}
     try:
         return torch.allclose(small(x), F.linear(x, weight, bias), atol=1e-5)
     except (RuntimeError, TypeError, ValueError, AttributeError):
@@ -420,7 +425,8 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
     Raises:
         UserError: config.json does not record any.
     """
-    indices, count = getattr(config, NEW_BLOCKS, None), config.get_text_config().num_hidden_layers
+    indices = getattr(config, NEW_BLOCKS, None)
+    count = config.get_text_config().num_hidden_layers
     if isinstance(indices, list) and indices and set(indices) <= set(range(count)):
         return indices
     raise UserError(

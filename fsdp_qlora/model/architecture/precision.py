@@ -29,7 +29,9 @@ class Precision(NamedTuple):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.autocast)
 
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_BF16 = torch.bfloat16
+_FP16 = torch.float16
+_FP32 = torch.float32
 _ALL = (
     Precision("fp32", _FP32, _FP32, _FP32, autocast=False),
     Precision("bf16", _BF16, _BF16, _BF16, autocast=False),

@@ -102,7 +102,8 @@ class ByDocument:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.layer, self.layer_forward = layer, layer.forward
+        self.layer = layer
+        self.layer_forward = layer.forward
         self.state_shape: torch.Size | None = None
         self.documents: Mapping[str, Any] = {}
         self.is_needed: bool | None = None
@@ -110,10 +111,12 @@ class ByDocument:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.documents:
             return self.layer_forward(hidden_states, *args, **kwargs)
-        if context := self.documents.get("context_group"):
+        context = self.documents.get("context_group")
+        if context:
             return self._forward_part(context, hidden_states, *args, **kwargs)
         lengths = self.documents["document_lengths"]
-        has_shared, is_alone = "places" in self.documents, len(lengths) == 1
+        has_shared = "places" in self.documents
+        is_alone = len(lengths) == 1
         if self.is_needed is None and not (has_shared or is_alone or hidden_states.is_meta):
             self.is_needed = self._mixes_documents(hidden_states, *args, **kwargs)
         if self.is_needed is False and not has_shared:
@@ -155,7 +158,8 @@ class ByDocument:
         return output if carried.final is None else Tied.apply(output, carried.final)
 
     def _forward_apart(self, lengths: list[int], x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs, places = _without_documents(kwargs), self.documents.get("places")
+        kwargs = _without_documents(kwargs)
+        places = self.documents.get("places")
         tokens = x[0] if places is None else x[0].index_select(0, places)
         grouped = list(groups(lengths))
         outputs: list[torch.Tensor] = []
@@ -240,10 +244,11 @@ def pass_documents(
     documents = {name: kwargs[name] for name in _DESCRIPTION & kwargs.keys() if "document_lengths" in kwargs}
     for layer in layers:
         layer.documents = documents
-    if (bounds := documents.get("cu_seq_lens_q")) is not None:
+    bounds = documents.get("cu_seq_lens_q")
+    if bounds is not None:
         starts = torch.zeros(sum(documents["document_lengths"]), dtype=torch.int32, device=bounds.device)
         starts[bounds[1:-1].long()] = 1
-        kwargs = {**kwargs, "seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
+        kwargs = kwargs | {"seq_idx": starts.cumsum(0, dtype=torch.int32)[None]}
     return args, kwargs
 
 

@@ -86,7 +86,9 @@ class QuantizedWeight(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
         super().__init__()
-        self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, row_weights
+        self.shape = tuple(shape)
+        self.compute_dtype = compute_dtype
+        self.row_weights = row_weights
         self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -130,7 +132,8 @@ class QuantizedWeight(nn.Module):
 
     def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
         """The products with a matrix; bias is in the compute dtype."""
-        tensors, parts = self.tensors(), self._parts(matrix)
+        tensors = self.tensors()
+        parts = self._parts(matrix)
         if len(parts) == 1:
             return FrozenProduct(
                 self.compute_dtype,
@@ -161,7 +164,8 @@ class QuantizedWeight(nn.Module):
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
         """Split a matrix into the parts that are decoded at a time: (rows of the matrix, selection of the part)."""
         num_rows, num_columns = matrix.shape
-        whole, is_small = [(slice(0, num_rows), matrix)], 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
+        whole = [(slice(0, num_rows), matrix)]
+        is_small = 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
         if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed or is_small:
             return whole
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
@@ -243,7 +247,8 @@ class QuantizedWeight(nn.Module):
 
     def stored_range(self, suffix: str, mesh: DeviceMesh) -> tuple[int, int]:
         """The bytes [start, stop) of the stored tensor that belong to this rank's shard of the parameter."""
-        parameter, most = self.stored_parameter(suffix), self.stored_forms()[suffix].num_bytes
+        parameter = self.stored_parameter(suffix)
+        most = self.stored_forms()[suffix].num_bytes
         first, last = (row * row_bytes(parameter) for row in own_rows(parameter, mesh))
         return min(first, most), min(last, most)
 
@@ -259,7 +264,8 @@ class QuantizedLinear(QuantizedWeight):
 
     def __init__(self, linear: nn.Linear, **options: Any) -> None:
         super().__init__((linear.out_features, linear.in_features), **options)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.bias = linear.bias
         if self.bias is not None:
             self.bias.requires_grad_(False)

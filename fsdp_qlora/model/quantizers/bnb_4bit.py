@@ -70,7 +70,8 @@ class Bnb4bitWeight(QuantizedWeight):
         self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
     ) -> None:
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
-        self.quant_type, self.double_quant = quant_type, double_quant
+        self.quant_type = quant_type
+        self.double_quant = double_quant
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
@@ -187,7 +188,8 @@ class Bnb4bitWeight(QuantizedWeight):
         if suffix.startswith(PACKED_STATE):
             self._load_state(content, name)
             return
-        table, expected = content.view(torch.float32), self._value_tables()[suffix]
+        table = content.view(torch.float32)
+        expected = self._value_tables()[suffix]
         if table.shape != expected.shape or not torch.allclose(table, expected, rtol=0, atol=1e-7):
             raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")
 
@@ -200,7 +202,8 @@ class Bnb4bitWeight(QuantizedWeight):
             offset = float(state["nested_offset"]) if self.double_quant else 0.0
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{name} describes no 4-bit weight ({error!r}). Download the model again.") from error
-        if wrong := [f"{key} {value}, not {expected[key]}" for key, value in stored.items() if value != expected[key]]:
+        wrong = [f"{key} {value}, not {expected[key]}" for key, value in stored.items() if value != expected[key]]
+        if wrong:
             raise UserError(
                 f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
                 "16- or 32-bit weights."

@@ -72,7 +72,8 @@ class E2m1Weight(QuantizedWeight):
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         weight, scale, *others = tensors
-        num_weights, (first, count) = math.prod(part.shape), part.spans(self.group_size)
+        num_weights = math.prod(part.shape)
+        (first, count) = part.spans(self.group_size)
         codes = weight.view(torch.uint8).view(-1, self.group_size // 2)[first : first + count]
         scales = self.scale_values(scale.view(torch.uint8).view(-1)[first : first + count], first, *others)
         return _values(part.choose(codes), part.choose(scales), dtype).view(-1)[:num_weights].view(part.shape)
@@ -84,7 +85,8 @@ class E2m1Weight(QuantizedWeight):
         """
         rest = -values.numel() % self.group_size
         groups = (F.pad(values.flatten(), (0, rest)) if rest else values).view(-1, self.group_size)
-        codes, scales = [], []
+        codes = []
+        scales = []
         for piece in groups.split(groups_at_a_time(values.device, self.group_size)):
             scales.append(self.scale_codes(piece.abs().amax(1).float(), *others))
             codes.append(_pack(piece.float() / self.scale_values(scales[-1], 0, *others)[:, None]))
@@ -157,14 +159,16 @@ class Nvfp4Weight(E2m1Weight):
 
     def scale_values(self, codes: torch.Tensor, first: int, *others: torch.Tensor) -> torch.Tensor:
         (of_part,) = others
-        values, of_part = codes.view(torch.float8_e4m3fn).float(), of_part.view(-1)
+        values = codes.view(torch.float8_e4m3fn).float()
+        of_part = of_part.view(-1)
         if len(of_part) > 1:
             groups_of_part = math.prod(self.shape) // self.group_size // len(of_part)
             of_part = of_part[torch.arange(first, first + len(codes), device=codes.device) // groups_of_part]
         return values.mul_(of_part) if self.multiplies else values.div_(of_part)
 
     def scale_codes(self, largest: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        scales, of_all = largest / _LARGEST, others[0].view(())
+        scales = largest / _LARGEST
+        of_all = others[0].view(())
         scales = scales / of_all if self.multiplies else of_all * scales
         scales = scales.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
         return torch.where(scales.float() == 0, _SCALE_OF_ZEROS, scales.float()).to(scales.dtype).view(torch.uint8)
@@ -179,7 +183,8 @@ class Nvfp4Weight(E2m1Weight):
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         largest = values.abs().max().float() if values.numel() else torch.zeros((), device=values.device)
-        if (size := shard_size(mesh)) > 1:
+        size = shard_size(mesh)
+        if size > 1:
             largest = gather_rows(largest.view(1), size, mesh).max()
         of_all = global_scale(largest).view(1)
         codes, scales = self.quantize(values, of_all)
@@ -189,7 +194,7 @@ class Nvfp4Weight(E2m1Weight):
 
     def stored_forms(self) -> dict[str, TensorForm]:
         form = TensorForm(torch.float32, (len(self.global_scale),))
-        return {**super().stored_forms(), ".global_scale": form}
+        return super().stored_forms() | {".global_scale": form}
 
 
 def global_scale(largest: torch.Tensor) -> torch.Tensor:
@@ -202,7 +207,8 @@ def global_scale(largest: torch.Tensor) -> torch.Tensor:
 def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The two values of each byte, [256] integers with the bytes of both in `dtype`."""
     values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=dtype)
-    low, high = torch.arange(256) % 16, torch.arange(256) // 16
+    low = torch.arange(256) % 16
+    high = torch.arange(256) // 16
     pairs = torch.stack([values[low], values[high]], dim=1)
     return pairs.view(torch.int32 if dtype.itemsize == 2 else torch.int64).view(-1).to(device)
 

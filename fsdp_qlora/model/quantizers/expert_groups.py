@@ -35,7 +35,8 @@ class Group(NamedTuple):
 
     def matrices(self, shape: tuple[int, ...]) -> Matrix:
         """The experts' matrices in a quantized weight of this shape, which one kernel decodes."""
-        first, last = self.experts[0], self.experts[-1]
+        first = self.experts[0]
+        last = self.experts[-1]
         among = None if isinstance(self.where, slice) else (self.where - first, last + 1 - first)
         return Matrix((len(self.experts), *shape[1:]), first * math.prod(shape[1:]), among=among)
 
@@ -103,14 +104,16 @@ class Choices(NamedTuple):
 
     def groups(self, weight_bytes: int, row_bytes: int, most: int) -> list[Group]:
         """The experts that are chosen, in groups of at most so many bytes of weights and rows, or of one expert."""
-        starts, groups = [0, *self.ends[:-1]], list[list[int]]([[]])
+        starts = [0, *self.ends[:-1]]
+        groups = list[list[int]]([[]])
         for expert, (start, end) in enumerate(zip(starts, self.ends, strict=True)):
             experts = [*groups[-1], expert]
             if end > start and len(experts) * weight_bytes + (end - starts[experts[0]]) * row_bytes > most:
                 groups.append([])
             if end > start:
                 groups[-1].append(expert)
-        groups, chosen = [experts for experts in groups if experts], None
+        groups = [experts for experts in groups if experts]
+        chosen = None
         if any(len(experts) <= experts[-1] - experts[0] for experts in groups):
             # The device sorts experts with choices to the front, unread.
             is_idle = self.on_device.diff(prepend=self.on_device.new_zeros(1)) == 0

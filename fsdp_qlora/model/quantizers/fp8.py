@@ -54,7 +54,8 @@ class Fp8Weight(QuantizedWeight):
         scale = scale[matrix * self.scale_shape[0] + row // self.block[0] :]
         if part.among is not None:
             scale = part.choose(scale[: part.among[1] * self.scale_shape[0]])
-        count, decoded = len(codes), torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
+        count = len(codes)
+        decoded = torch.empty(len(codes), columns, dtype=dtype, device=weight.device)
         of_matrix = count if rows % self.block[0] == 0 else rows  # in which blocks go on without a break
         for start in range(0, count, of_matrix):
             part_rows = slice(start, min(start + of_matrix, count))
@@ -109,7 +110,8 @@ def _exceeds(values: torch.Tensor, most: float) -> bool:
 
 def block_scales(rows: torch.Tensor, block: tuple[int, int], code_dtype: torch.dtype) -> torch.Tensor:
     """The scales, float32 [row blocks, column blocks], of float32 rows [rows, columns]."""
-    (count, columns), (height, width) = rows.shape, block
+    (count, columns) = rows.shape
+    (height, width) = block
     padded = F.pad(rows.abs(), (0, -columns % width, 0, -count % height))
     groups = padded.view(-(-count // height), height, padded.shape[1] // width, width)
     if not count:  # there are fewer rows than ranks

@@ -38,14 +38,17 @@ class HqqWeight(QuantizedWeight):
 
     def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
         super().__init__(shape, compute_dtype=compute_dtype, row_weights=group_size)
-        self.n_bits, self.group_size, self.decoding_bytes = n_bits, group_size, _DECODING_BYTES[n_bits]
+        self.n_bits = n_bits
+        self.group_size = group_size
+        self.decoding_bytes = _DECODING_BYTES[n_bits]
         num_groups = -(-math.prod(shape) // group_size)
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4, torch.float32)
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         weight, scale_zero = tensors
-        num_weights, (first, span) = math.prod(part.shape), part.spans(self.group_size)
+        num_weights = math.prod(part.shape)
+        (first, span) = part.spans(self.group_size)
         packed = part.choose(weight.view(torch.uint8)[first : first + span])
         statistics = part.choose(scale_zero.view(torch.float16)[first : first + span])
         count = len(packed)
@@ -97,7 +100,8 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     # A short group is padded with its last weight, which does not change the range.
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     largest = 2**n_bits - 1
-    all_codes, statistics = [], []
+    all_codes = []
+    statistics = []
     for piece in flat.view(-1, group_size).split(groups_at_a_time(values.device, group_size, on_gpu=2**22)):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
@@ -126,7 +130,8 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
 
 def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
     """Pack uint8 codes [groups, group_size] into bytes [groups, group_size * n_bits / 8], first codes in high bits."""
-    planes, shift = [], 0
+    planes = []
+    shift = 0
     for bits in _PLANES[n_bits]:
         plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)
         for part in parts:
@@ -139,7 +144,8 @@ def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
     """Undo `_pack`."""
     planes = packed.split([packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]], dim=1)
-    codes, shift = None, 0
+    codes = None
+    shift = 0
     for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
         parts = [plane]  # a whole byte
         if bits < 8:  # the first code of a byte has no bits above it, the last none below

@@ -91,7 +91,8 @@ def _multiply(
     if len(tokens) > max_tokens:
         parts = [_multiply(part, bias, codes, row_scale, threshold) for part in tokens.split(max_tokens)]
         return torch.cat(parts).view(*x.shape[:-1], -1)
-    rounded, outliers = tokens.half(), None
+    rounded = tokens.half()
+    outliers = None
     if threshold:
         outliers = rounded.abs() >= threshold
         rounded = rounded.masked_fill(outliers, 0.0)

@@ -20,15 +20,23 @@ log = logging.getLogger("fsdp_qlora")
 _UNUSED: dict[str, str | None] = dict.fromkeys(
     (".input_scale", ".activation_scale", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 )
-_FP8 = {**_UNUSED, "_scale": ".scale", "_scale_inv": ".scale"}
-_COMPRESSED = {
-    **_UNUSED, ".weight_shape": None, ".input_zero_point": None, "_packed": "", "_global_scale": ".global_scale",
-    "_scale": ".scale", ".weight_zero_point": ".weight.zero_point", ".weight_g_idx": ".weight.g_idx",
-}  # fmt: skip
+_FP8 = _UNUSED | {"_scale": ".scale", "_scale_inv": ".scale"}
+_COMPRESSED = _UNUSED | {
+    ".weight_shape": None,
+    ".input_zero_point": None,
+    "_packed": "",
+    "_global_scale": ".global_scale",
+    "_scale": ".scale",
+    ".weight_zero_point": ".weight.zero_point",
+    ".weight_g_idx": ".weight.g_idx",
+}
 _QUANTIZED = {
-    ".qweight": ".weight", ".qzeros": ".weight.zero_point", ".scales": ".weight.scale", ".g_idx": ".weight.g_idx",
-}  # fmt: skip
-_MODELOPT = {**_UNUSED, "_scale_2": ".global_scale", "_scale": ".scale"}
+    ".qweight": ".weight",
+    ".qzeros": ".weight.zero_point",
+    ".scales": ".weight.scale",
+    ".g_idx": ".weight.g_idx",
+}
+_MODELOPT = _UNUSED | {"_scale_2": ".global_scale", "_scale": ".scale"}
 _GPT_OSS = {"_blocks": "", "_scales": ".scale"}
 _INTEGER_LAYOUTS = ("pack-quantized", "int-quantized", "naive-quantized")
 # modelopt's own names, where no config_groups say more.
@@ -83,7 +91,8 @@ def _method_of(settings: Settings) -> str:
 
 def _refused(name: str, settings: Settings) -> str:
     """The beginning of a message."""
-    method, layout = shown_name(settings.method or "an unnamed format"), settings.layout
+    method = shown_name(settings.method or "an unnamed format")
+    layout = settings.layout
     if settings.method == "bitsandbytes":
         method = "8-bit bitsandbytes"
     elif len(method) < 6:
@@ -137,7 +146,8 @@ def _gptq(settings: Settings) -> PackedFormat:
     """GPTQ. The tensors tell the bits, groups and order of layers for which `dynamic` has other ones."""
     _check_integers(settings, GPTQ_BITS, ("", "gptq", "gptq_v2"))
     for pattern, changes in settings.fields.get("dynamic", {}).items():
-        if other := {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys():
+        other = {"format", "checkpoint_format", "quant_method", "method", "pack_dtype"} & (changes or {}).keys()
+        if other:
             raise _Unreadable(f"dynamic gives the layers {shown(pattern)} another {min(other)}")
     form = {"bits": settings.fields["bits"], "is_transposed": True, "has_zeros": True}
     form["subtracts_one"] = settings.layout != "gptq_v2"
@@ -153,7 +163,8 @@ def _check_integers(settings: Settings, bits: Sequence[int], layouts: Sequence[s
 
 
 def _compressed(settings: Settings) -> PackedFormat:
-    fields, schemes = settings.fields, settings.schemes
+    fields = settings.fields
+    schemes = settings.schemes
     if fields.get("transform_config"):
         raise _Unreadable("transform_config says that weights are rotated")
     sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
@@ -193,16 +204,18 @@ def _of_schemes(settings: Settings, schemes: Sequence[Scheme]) -> PackedFormat:
             raise _Unreadable(f"its layers have blocks of several sizes: {', '.join([*named][:8])}")
         first = first._replace(options=None)  # scales of rows in some layers, and of matrices in others
     if first.quantizer == INTEGERS and all(scheme.symmetric is False for scheme in schemes):
-        first = first._replace(options={**(first.options or {}), "has_zeros": True})
+        first = first._replace(options=dict(first.options or {}) | {"has_zeros": True})
     targets = list(dict.fromkeys(target for scheme in schemes for target in scheme.targets))
     return first._replace(targets=targets, skipped=settings.skipped)
 
 
 def _of_scheme(settings: Settings, scheme: Scheme) -> PackedFormat:
     is_modelopt = settings.method == "modelopt"
-    kind, bits = scheme.kind, scheme.bits
+    kind = scheme.kind
+    bits = scheme.bits
     if not is_modelopt:  # compressed-tensors' defaults
-        kind, bits = kind or "int", bits or 8
+        kind = kind or "int"
+        bits = bits or 8
     form = (kind, bits, scheme.group_size)
     if kind == "int" and not is_modelopt:
         return _of_integers(scheme, bits or 8)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from fsdp_qlora.model.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.model.quantizers.patterns import matching
 
-BITSANDBYTES, INTEGERS = "bnb_4bit", "integers"
+BITSANDBYTES = "bnb_4bit"
+INTEGERS = "integers"
 GPTQ_BITS = (2, 3, 4, 8)
 
 

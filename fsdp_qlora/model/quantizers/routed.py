@@ -146,7 +146,8 @@ def _multiply(
     sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A row for each choice [N, out]; with `shares` [N] their weighted sums, as many and of the dtype as in `sums`."""
-    base, transposed = getattr(module, name), is_transposed(module)
+    base = getattr(module, name)
+    transposed = is_transposed(module)
     lora_A = lora_B = None
     if isinstance(base, AdaptedExperts):
         base, lora_A, lora_B = base
@@ -170,9 +171,11 @@ def _multiply(
         return stored.mT if transposed else stored
 
     if lora_A is not None and lora_B is not None:
-        lora_A, lora_B = lora_A.to(dtype), lora_B.to(dtype)
+        lora_A = lora_A.to(dtype)
+        lora_B = lora_B.to(dtype)
     transposed = base.transposed if isinstance(base, QuantizedExperts) else transposed
-    features, bias = base.shape[2 if transposed else 1], getattr(module, f"{name}_bias", None)
+    features = base.shape[2 if transposed else 1]
+    bias = getattr(module, f"{name}_bias", None)
     out = (len(choices.tokens), features, dtype) if sums is None else (len(sums), features, sums.dtype)
     most = getattr(module, "group_bytes", GROUP_BYTES["cpu"]) if not is_plain or can_group(x.device, dtype) else 0
     weights = math.prod(base.shape[1:]) * dtype.itemsize
@@ -204,7 +207,9 @@ class _RoutedProduct(torch.autograd.Function):
         ctx: Any, kept: Kept, call: _Call, x: torch.Tensor, shares: torch.Tensor | None, *weights: Any
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass.
-        ctx.kept, ctx.call, ctx.weights = kept, call, weights
+        ctx.kept = kept
+        ctx.call = call
+        ctx.weights = weights
         _, bias, lora_A, lora_B = weights
         *size, dtype = call.out
         # Sums in float32: in bf16 those of 8 experts had an error of 0.39% instead of 0.23%.
@@ -227,7 +232,9 @@ class _RoutedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Kept before the product, so that a checkpointed block is computed again up to here and not beyond (kept.py).
-        call, weights, (x, shares) = ctx.call, ctx.weights, ctx.kept.take()
+        call = ctx.call
+        weights = ctx.weights
+        (x, shares) = ctx.kept.take()
         found = [
             torch.zeros_like(tensor) if needed else None
             for tensor, needed in zip((x, shares, *weights), ctx.needs_input_grad[2:], strict=True)
@@ -239,9 +246,12 @@ class _RoutedProduct(torch.autograd.Function):
 
 def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tuple[Any, ...], found: list[Any]) -> None:
     """A group's part of the gradients `found` of `inputs`: x, shares, W, b, A and B."""
-    (x, shares, _, bias, lora_A, lora_B), (rows, where) = inputs, (group.rows, group.where)
+    (x, shares, _, bias, lora_A, lora_B) = inputs
+    rows = group.rows
+    where = group.where
     grad_x, grad_shares, grad_W, grad_b, grad_A, grad_B = found
-    own, tokens = call.rows(x, group), call.tokens[rows]
+    own = call.rows(x, group)
+    tokens = call.tokens[rows]
     grad = grad_y[rows] if shares is None else grad_y[tokens].to(x.dtype)
     grad_own = call.product(group).multiply_grad(grad)
     if lora_A is not None:
@@ -254,7 +264,9 @@ def _add_gradients(call: _Call, group: Group, grad_y: torch.Tensor, inputs: tupl
             grad_shares[rows] = (grad_own * own).sum(-1)
             if bias is not None:
                 grad_shares[rows] += (grad * group.spread(bias).to(grad.dtype)).sum(-1)
-        grad_own, own = (grad_own * share).to(x.dtype), (own * share).to(x.dtype)  # the latter for the weights'
+        # the latter for the weights'
+        grad_own = (grad_own * share).to(x.dtype)
+        own = (own * share).to(x.dtype)
     if grad_A is not None:
         grad_A[where] = group.outer(grad_low, own)
         grad_B[where] = group.outer(grad, group.multiply(own, lora_A[where].mT))
@@ -281,7 +293,8 @@ def _takes_all_tokens(module: nn.Module) -> bool:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if shapes.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):
         return False
-    inputs, outputs = shapes["gate_up_proj"], shapes["down_proj"]
+    inputs = shapes["gate_up_proj"]
+    outputs = shapes["down_proj"]
     is_mlp = len(outputs) == 3 and inputs == (outputs[0], outputs[2], 2 * outputs[1]) and hasattr(module, "act_fn")
     return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
 
@@ -298,14 +311,18 @@ def _own_loop(module: nn.Module) -> dict[str, Any]:
     arguments = [*inspect.signature(type(module).forward).parameters][1:]
     if [*map(len, shapes)] != [3, 3] or arguments != ["hidden_states", "top_k_index", "top_k_weights"]:
         return {}
-    num_all, (num_experts, hidden, inner) = shapes[0][0], shapes[1]
+    num_all = shapes[0][0]
+    (num_experts, hidden, inner) = shapes[1]
     if shapes[0][1:] != (2 * inner, hidden):
         return {}
     own = {"num_experts": num_experts, "has_gate": True, "is_transposed": False}
     forward = experts_forward if num_all == num_experts else identities_forward
     gate = getattr(type(module), "_apply_gate", apply_gate)
-    small, random, unit = copy.copy(module), torch.Generator("cpu").manual_seed(0), math.gcd(hidden, inner)
-    hidden, inner = hidden // unit, inner // unit
+    small = copy.copy(module)
+    random = torch.Generator("cpu").manual_seed(0)
+    unit = math.gcd(hidden, inner)
+    hidden = hidden // unit
+    inner = inner // unit
     sizes = ((num_all, 2 * inner, hidden), (num_experts, hidden, inner), (3, hidden))
     gate_up, down, x = (torch.randn(size, generator=random, device="cpu") for size in sizes)
     vars(small).update(own, _parameters={"gate_up_proj": gate_up, "down_proj": down})
@@ -315,7 +332,7 @@ def _own_loop(module: nn.Module) -> dict[str, Any]:
         is_near = torch.allclose(forward(small, x, index, index + 0.5), small(x, index, index + 0.5), atol=1e-4)
     except (RuntimeError, TypeError, AttributeError, IndexError):
         return {}
-    same = {**own, "_apply_gate": MethodType(gate, module), "forward": MethodType(forward, module)}
+    same = own | {"_apply_gate": MethodType(gate, module), "forward": MethodType(forward, module)}
     return same if is_near else {}
 
 

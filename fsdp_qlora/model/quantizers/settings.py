@@ -166,12 +166,14 @@ def take_settings(config: PretrainedConfig, name: str, folder: Path | None) -> S
     folder: the model's, whose hf_quant_config.json counts if config.json has nothing. Raises UserError for a value of a
     wrong type.
     """
-    raw, file = None, "config.json"
+    raw = None
+    file = "config.json"
     for part in (config, config.get_text_config()):
         for key in KEYS:
             raw = _taken(part, key) if raw is None else raw
     if raw is None and folder is not None:
-        raw, file = _modelopt_file(folder, name), MODELOPT_FILE
+        raw = _modelopt_file(folder, name)
+        file = MODELOPT_FILE
     if raw is None or raw == {}:
         return None
     if not isinstance(raw, dict):
@@ -193,7 +195,7 @@ def _modelopt_file(folder: Path, name: str) -> Any:
     if not path.is_file():
         return None
     try:
-        return {"quant_method": "modelopt", **dict(json.loads(read_named(path)))}
+        return {"quant_method": "modelopt"} | dict(json.loads(read_named(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not a JSON object ({shown(str(error))}). {_ADVICE}") from error
 
@@ -202,7 +204,7 @@ def _read(raw: Mapping[str, Any], place: str, file: str) -> Settings:
     """Read a quantization_config. place: for messages."""
     inner = _fields(raw, {"quantization": _OBJECT}, place).get("quantization")
     if inner is not None:  # as in modelopt's own file
-        raw = {"quant_method": "modelopt", **raw, **inner}
+        raw = {"quant_method": "modelopt"} | dict(raw) | dict(inner)
     method = _fields(raw, {"quant_method": _TEXT}, place).get("quant_method", "")
     if method not in ("", *METHODS):  # its fields may mean anything
         fields = {key: raw[key] for key in ("checkpoint_format", "format", "version") if _is_text(raw.get(key))}

@@ -49,17 +49,19 @@ def quantize_layers(
 
     Returns whether there were experts that the quantizer could replace.
     """
-    classes, replaced = QUANTIZERS[quantizer], False
+    classes = QUANTIZERS[quantizer]
+    replaced = False
     for name in linears:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), name
         model.set_submodule(name, classes.linear(linear, **options))
     for name in experts if classes.experts else ():
         path, _, leaf = name.rpartition(".")
-        parent, parameter = model.get_submodule(path), model.get_parameter(name)
+        parent = model.get_submodule(path)
+        parameter = model.get_parameter(name)
         assert classes.experts is not None
         own = {"num_parts": 2} if "num_parts" in options and leaf.startswith("gate_up") else {}  # two in the files
-        layer = classes.experts(parameter, transposed=is_transposed(parent), **{**options, **own})
+        layer = classes.experts(parameter, transposed=is_transposed(parent), **(options | own))
         if layer.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, layer)

@@ -26,7 +26,7 @@ def compressed_config(quant_type: str, skipped: Sequence[str]) -> dict[str, Any]
     skipped: paths of linear layers that are not quantized.
     """
     name, _, form = _WRITTEN[quant_type]
-    weights = {**form, "type": "float", "symmetric": True, "dynamic": False}
+    weights = form | {"type": "float", "symmetric": True, "dynamic": False}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": name}}
     about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "format": name}
     return about | {"config_groups": groups, "ignore": list(skipped)}
@@ -42,5 +42,5 @@ def compressed_forms(quant_type: str, name: str, shape: tuple[int, ...]) -> dict
     if quant_type == "nvfp4":
         scales[f"{name}_global_scale"] = TensorForm(torch.float32, (1,))
     if quant_type == "fp8":
-        return {name: TensorForm(torch.float8_e4m3fn, shape), **scales}
-    return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2)), **scales}
+        return {name: TensorForm(torch.float8_e4m3fn, shape)} | scales
+    return {f"{name}_packed": TensorForm(torch.uint8, (shape[0], shape[1] // 2))} | scales

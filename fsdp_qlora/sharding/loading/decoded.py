@@ -64,16 +64,21 @@ class DecodedTensor:
     """
 
     def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int) -> None:
-        self.parts, self.shape, self.dtype, self.unit = parts, shape, dtype, unit
+        self.parts = parts
+        self.shape = shape
+        self.dtype = dtype
+        self.unit = unit
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         """Decode elements [start, stop) of the row-major flattened tensor."""
-        decoded, last = torch.empty(stop - start, dtype=self.dtype), -(-stop // self.unit)
+        decoded = torch.empty(stop - start, dtype=self.dtype)
+        last = -(-stop // self.unit)
         step = max(1, _PIECE // self.unit)
         for begin in range(start // self.unit, last, step):
             end = min(begin + step, last)
             offset = begin * self.unit
-            first, final = max(start, offset), min(stop, end * self.unit)
+            first = max(start, offset)
+            final = min(stop, end * self.unit)
             values = self._decode(read, begin, end).reshape(-1)
             decoded[first - start : final - start] = values[first - offset : final - offset]
         return decoded
@@ -144,7 +149,8 @@ def find_packed(packed: PackedFormat, entries: dict[str, StoredTensor]) -> tuple
                 )
     found: dict[str, DecodedTensor] = {}
     for name, source in names.items():
-        base, entry = name.removesuffix(".scale").removesuffix(".global_scale"), entries[source]
+        base = name.removesuffix(".scale").removesuffix(".global_scale")
+        entry = entries[source]
         if f"{base}.scale" not in names:
             continue
         if packed.quantizer == "fp8" and name != base and entry.dtype != torch.float32:  # a scale of 8 or 16 bits
@@ -173,7 +179,8 @@ def _decoded_weight(
     if stored.quantizer == INTEGERS:
         found = {ending: names[name + ending] for ending in ("", *_STATISTICS) if name + ending in names}
         tensor = _Integers(found, {part: entries[source] for part, source in found.items()}, **stored.options or {})
-        if problem := tensor.problem():
+        problem = tensor.problem()
+        if problem:
             raise UserError(f"{folder}: {name} is not in {stored.name}: {problem}. {_ADVICE}")
         return tensor
     _check_parts(name, names, entries, stored)
@@ -186,7 +193,8 @@ def _decoded_weight(
         block = _scale_block(shape, scales, options.get("block"))
         assert block is not None
         return _Fp8Tensor(parts, entries[parts[0]], entries[parts[1]], block)
-    is_transposed, quantizer = options.pop("is_upright", False), _E2M1[stored.quantizer]
+    is_transposed = options.pop("is_upright", False)
+    quantizer = _E2M1[stored.quantizer]
     *matrices, rows, columns = (*shape[:-2], shape[-2] * shape[-1]) if is_transposed else shape
     whole = torch.Size([*matrices, rows, 2 * columns])
     return _E2m1Tensor(parts, quantizer(tuple(whole), compute_dtype=torch.bfloat16, **options), is_transposed)
@@ -196,12 +204,14 @@ def _check_parts(
     name: str, names: Mapping[str, str], entries: Mapping[str, StoredTensor], stored: PackedFormat
 ) -> None:
     """Refuse a weight whose codes and scales have types or shapes that the format does not have."""
-    codes, scale = names[name], names[f"{name}.scale"]
+    codes = names[name]
+    scale = names[f"{name}.scale"]
     problem = _wrong_type(codes, entries[codes], _CODES[stored.quantizer])
     problem = problem or _wrong_type(scale, entries[scale], _SCALES[stored.quantizer])
     if not problem and stored.quantizer == "nvfp4":
         problem = _wrong_global_scale(name, names, entries)
-    shape, scales = entries[codes].shape, entries[scale].shape
+    shape = entries[codes].shape
+    scales = entries[scale].shape
     if not problem and not _fits(shape, scales, stored):
         problem = f"{codes} {list(shape)} in {stored.name} has scales {list(scales)}, which do not fit its shape"
     if problem:
@@ -253,7 +263,9 @@ class _Fp8Tensor(DecodedTensor):
 
     def __init__(self, parts: list[str], codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]) -> None:
         super().__init__(parts, codes.shape, torch.bfloat16, unit=block[0] * codes.shape[1])
-        self._codes, self._block, self._has_one = codes, block, scale.shape.numel() == 1
+        self._codes = codes
+        self._block = block
+        self._has_one = scale.shape.numel() == 1
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         values = read(self.parts[0], begin * self.unit, min(end * self.unit, self.shape.numel()))
@@ -267,7 +279,8 @@ class _Fp8Tensor(DecodedTensor):
         return read(self.parts[1], first, last).view(-1, width)
 
     def encode(self, read: ReadStored, start: int, values: torch.Tensor) -> Encoded:
-        rows, begin = values.float().view(-1, self.shape[1]), start // self.unit
+        rows = values.float().view(-1, self.shape[1])
+        begin = start // self.unit
         scale = self._scales(read, begin, begin + -(-len(values) // self.unit))
         if not self._has_one:  # keep scales, but for larger values: decoded weights are rounded to bf16
             new = block_scales(rows, self._block, self._codes.dtype).to(scale.dtype)
@@ -286,11 +299,14 @@ class _E2m1Tensor(DecodedTensor):
         *matrices, rows, columns = layer.shape
         shape = torch.Size([*matrices, columns, rows] if transposes else layer.shape)
         super().__init__(parts, shape, torch.bfloat16, unit=rows * columns if transposes else layer.group_size)
-        self._layer, self._transposes = layer, transposes
+        self._layer = layer
+        self._transposes = transposes
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         codes, scale, *others = self.parts
-        first, count, size = begin * self.unit, (end - begin) * self.unit, self._layer.group_size
+        first = begin * self.unit
+        count = (end - begin) * self.unit
+        size = self._layer.group_size
         part = self._layer.decode_tensors(
             Matrix((count,)),
             self.dtype,
@@ -322,12 +338,23 @@ class _Integers(DecodedTensor):
     """
 
     def __init__(
-        self, names: Mapping[str, str], entries: Mapping[str, StoredTensor], bits: int,
-        *, is_transposed: bool = False, is_awq: bool = False, subtracts_one: bool = False, has_zeros: bool = False,
-    ) -> None:  # fmt: skip
-        self._names, self._entries, self._bits = names, entries, bits
-        self._subtracts_one, self._has_zeros = subtracts_one, has_zeros
-        self._is_transposed, self._is_awq = is_transposed, is_awq
+        self,
+        names: Mapping[str, str],
+        entries: Mapping[str, StoredTensor],
+        bits: int,
+        *,
+        is_transposed: bool = False,
+        is_awq: bool = False,
+        subtracts_one: bool = False,
+        has_zeros: bool = False,
+    ) -> None:
+        self._names = names
+        self._entries = entries
+        self._bits = bits
+        self._subtracts_one = subtracts_one
+        self._has_zeros = has_zeros
+        self._is_transposed = is_transposed
+        self._is_awq = is_awq
         if is_transposed and not is_awq:
             bits = self._bits = self._bits_of_shapes()
         rows, columns = self._shape_of("") if len(entries[""].shape) == 2 else (1, 0)
@@ -342,7 +369,8 @@ class _Integers(DecodedTensor):
         for part, types in self._types().items():
             if part in self._names and (wrong_type := _wrong_type(self._names[part], self._entries[part], types)):
                 return wrong_type
-        (rows, columns), groups = self.shape, self._shape_of(".scale")[1]
+        (rows, columns) = self.shape
+        groups = self._shape_of(".scale")[1]
         zero_points = [self._shape_of(".scale")]
         if ".zero_point" in self._names and self._entries[".zero_point"].dtype == torch.int32:
             zero_points = [(-(-rows * self._bits // 32), groups)]
@@ -389,7 +417,8 @@ class _Integers(DecodedTensor):
         found = torch.full([self.shape[1]], -1) if name is None else read(name, 0, self.shape[1])
         if not rest and (found == -1).all():  # without an order of its own
             return torch.arange(self.shape[1]) // size
-        lowest, highest = int(found.min()), int(found.max())
+        lowest = int(found.min())
+        highest = int(found.max())
         if lowest < 0 or highest >= count:
             raise UserError(
                 f"{name} has groups from {lowest} to {highest}, and {self._names['.scale']} has those from 0 to "
@@ -399,7 +428,8 @@ class _Integers(DecodedTensor):
 
     def _rows(self, read: ReadStored, part: str, begin: int, end: int) -> torch.Tensor:
         """Rows of a part, in units of 32, unpacked and centred at zero."""
-        name, (rows, columns) = self._names[part], self._shape_of(part)
+        name = self._names[part]
+        (rows, columns) = self._shape_of(part)
         is_packed = self._entries[part].dtype == torch.int32
         in_words = is_packed and (part != "" or self._is_awq)
         unit = self._bits if in_words else 32

@@ -36,7 +36,8 @@ def decompose_weights(
     The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
     """
     layers = list(adapted_weights(model).items())
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     for start in range(0, len(layers), size):
         group = layers[start : start + size]
         factors: tuple[torch.Tensor, ...] = ()
@@ -73,7 +74,8 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str,
 
     declared_base: the option --base_name.
     """
-    base, names = adapter.base_name, (model_name.lower(), (declared_base or "").lower())
+    base = adapter.base_name
+    names = (model_name.lower(), (declared_base or "").lower())
     if is_hub_name(base) and is_hub_name(model_name) and base.lower() not in names:
         raise UserError(
             f"--adapter {adapter.folder} was trained on {base}, and --model_name is {model_name}. If the weights are "
@@ -81,7 +83,8 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, model_name: str,
         )
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
     shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
-    if differences := tensor_differences(adapter.shapes, shapes):
+    differences = tensor_differences(adapter.shapes, shapes)
+    if differences:
         raise UserError(
             f"--adapter {adapter.folder} does not fit this model and these options (its base is "
             f"{base or 'not named'}):\n  " + "\n  ".join(differences)

@@ -141,7 +141,8 @@ def _are_equal(files: WeightFiles, one: str, other: str) -> bool:
         a = files.read_flat(one, start, stop)
         b = files.read_flat(other, start, stop)
         if a.dtype != b.dtype:
-            a, b = a.float(), b.float()
+            a = a.float()
+            b = b.float()
         if not torch.equal(a, b):
             return False
     return True

@@ -154,7 +154,8 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
 
 
 def _store_bytes(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
-    if reason := layer.unusable(suffix, values):
+    reason = layer.unusable(suffix, values)
+    if reason:
         raise UserError(f"Weight {name} has {reason}. Download the model again.")
     write_bytes(layer.stored_parameter(suffix), values)
 
@@ -185,9 +186,11 @@ class MergedTensor:
     def __init__(
         self, name: str, shape: torch.Size, converters: Sequence[WeightConverter], model: "_AsInFiles"
     ) -> None:
-        self.name, self.shape = name, shape
+        self.name = name
+        self.shape = shape
         self._first = name  # the first of the parameters that the conversion makes, by which transformers calls it
-        self._converters, self._model = converters, model
+        self._converters = converters
+        self._model = model
         self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
 
     def add(self, source: str, pattern: str) -> None:
@@ -204,8 +207,10 @@ class MergedTensor:
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
             matches = [match for match in map(numbered.search, sources) if match and match.groups()]
             if matches:
-                indices, (start, end) = {int(match[1]) for match in matches}, matches[0].span(1)
-                before, after = matches[0].string[:start], matches[0].string[end:]
+                indices = {int(match[1]) for match in matches}
+                (start, end) = matches[0].span(1)
+                before = matches[0].string[:start]
+                after = matches[0].string[end:]
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
@@ -232,7 +237,8 @@ class MergedTensor:
         for name, result in self._convert(_on_meta(forms)).items():
             if name != self.name:
                 sibling = MergedTensor(name, result.shape, self._converters, self._model)
-                sibling._sources, sibling._first = self._sources, self._first
+                sibling._sources = self._sources
+                sibling._first = self._first
                 yield sibling
 
     def _rows(self, files: WeightFiles, source: str, *others: str) -> list[TensorSlice] | None:
@@ -243,7 +249,8 @@ class MergedTensor:
             found = self._convert({source: numbers})[self.name].flatten()
         except (UserError, KeyError):  # several parts, or the conversion requires all columns
             return None
-        first, row = int(found[0]), shape.numel() // numbers.numel()
+        first = int(found[0])
+        row = shape.numel() // numbers.numel()
         if others or not torch.equal(found, torch.arange(len(found)) + first):
             return None
         return [TensorSlice(source, first * row, (first + len(found)) * row)]
@@ -283,7 +290,9 @@ class _AsInFiles:
     """A model as conversions ask for it: with each weight in its shape in the files, though layers keep others."""
 
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, torch.Size | None]) -> None:
-        self.config, self._dtype, self._shapes = model.config, model.dtype, shapes
+        self.config = model.config
+        self._dtype = model.dtype
+        self._shapes = shapes
 
     def get_parameter(self, name: str) -> torch.Tensor:
         return torch.empty(self._shapes[name] or (), dtype=self._dtype, device="meta")
@@ -307,7 +316,9 @@ class _Converted(DecodedTensor):
         convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
     ) -> None:
         super().__init__([*forms], form.shape, form.dtype, unit=form.numel())
-        self._name, self._forms, self._convert = name, forms, convert
+        self._name = name
+        self._forms = forms
+        self._convert = convert
 
     def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         shapes = {part: form.shape for part, form in self._forms.items()}
@@ -344,7 +355,8 @@ def match_tensors(
     """
     targets = _targets(model, packed=packed)
     match = _match(model, files, {name: target.shape for name, target in targets.items()})
-    if outside := [source for source in match.extra if PACKED_STATE in source]:
+    outside = [source for source in match.extra if PACKED_STATE in source]
+    if outside:
         raise UserError(
             f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
             "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
@@ -354,7 +366,8 @@ def match_tensors(
             tensor.define(files)
     for name in {*grown} & match.sources.keys():
         files.grow(match.sources[name], targets[name].shape or torch.Size())
-    if problems := list(_problems(match, files, targets)):
+    problems = list(_problems(match, files, targets))
+    if problems:
         problems += [f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra]
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
@@ -370,17 +383,21 @@ def describe_left_out(weights: Weights, model: PreTrainedModel, *, in_result: st
     Args:
         in_result: what becomes of them in the result that is written.
     """
-    if not (names := weights.left_out):
+    names = weights.left_out
+    if not names:
         return ""
-    kind, some = type(model).__name__.removeprefix("FSDP"), ", ".join(names[:3])
+    kind = type(model).__name__.removeprefix("FSDP")
+    some = ", ".join(names[:3])
     line = f"{weights.files.folder} has tensors that {kind} does not build: {some} ({len(names)} in all). "
     return line + " ".join(filter(None, ["transformers ignores them, and so they are not used here.", in_result]))
 
 
 def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
     """Map each tensor of the files to its name in the model, by transformers' own renaming and merging."""
-    names, shared = ModelNames(model, expected), shared_names(model)
-    match, as_in_files = _Match({}, {}, [], [], {}), _AsInFiles(model, expected)
+    names = ModelNames(model, expected)
+    shared = shared_names(model)
+    match = _Match({}, {}, [], [], {})
+    as_in_files = _AsInFiles(model, expected)
     for source in files.files:
         name, pattern = names.find(source)
         if name in expected and pattern is not None:
@@ -413,7 +430,9 @@ def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target])
     for name, source in match.sources.items():
         if source not in files.files:
             continue
-        shape, form, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
+        shape = targets[name].shape
+        form = files.form(source)
+        where = f"{source} in {files.files[source].name}"
         is_packed = form.dtype == torch.uint8 and not targets[name].is_weight  # bytes, whatever their shape is
         if shape is not None and (shape.numel() != form.num_bytes if is_packed else shape != form.shape):
             yield f"wrong shape: {where} is {list(form.shape)}, the model's is {list(shape)}"

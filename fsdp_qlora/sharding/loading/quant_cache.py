@@ -46,7 +46,9 @@ CHECKSUMS = "checksums.json"
 FORMAT_VERSION = 2  # increase it when the layout, the key or the quantization changes
 _PAGE = 4096  # a checksum covers whole pages
 _CHUNKS = 128  # most checksums per tensor; a rank reads up to one additional chunk at each end of its part
-_SAMPLES, _MIN_SAMPLES = 256, 4  # of files not identified by a hash: for all files together, and at least for each
+# of files not identified by a hash: for all files together, and at least for each
+_SAMPLES = 256
+_MIN_SAMPLES = 4
 
 
 def cache_root(option: str) -> Path | None:
@@ -129,17 +131,19 @@ class CachedWeights(WeightFiles):
                 raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedEntry(str(error)) from error
-        self._entries = {**original._entries, **self._entries}
-        self._tensors = {**original._tensors, **self._tensors}
-        self.files = {**original.files, **self.files}
+        self._entries = original._entries | self._entries
+        self._tensors = original._tensors | self._tensors
+        self.files = original.files | self.files
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Read elements [start, stop) of a tensor. The entry's own tensors are bytes, whose checksums are verified."""
         if name not in self.checksums:
             return super().read_flat(name, start, stop)
-        size, expected = self.checksums[name]["chunk"], self.checksums[name]["crc32"]
+        size = self.checksums[name]["chunk"]
+        expected = self.checksums[name]["crc32"]
         first = start // size
-        begin, end = first * size, min(-(-stop // size) * size, self.shape(name).numel())
+        begin = first * size
+        end = min(-(-stop // size) * size, self.shape(name).numel())
         try:
             content = super().read_flat(name, begin, end)
         except UserError as error:
@@ -172,7 +176,8 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
 
     Collective over a shard group. Raises Unavailable on every rank, with the reason of the first one that fails.
     """
-    folder, rank = target.with_name(f"{target.name}.writing"), shard_rank(mesh)
+    folder = target.with_name(f"{target.name}.writing")
+    rank = shard_rank(mesh)
     forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
     files = PackedFiles(folder, forms)
     with contextlib.ExitStack() as cleanup:
@@ -187,7 +192,8 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         with _together(target.parent, mesh):  # the ranks share the work of reading all files back
             written = WeightFiles(folder, as_bytes=True)
             checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
-        device, group = torch.device(mesh.device_type), mesh["shard"].get_group()
+        device = torch.device(mesh.device_type)
+        group = mesh["shard"].get_group()
         for part in all_gather_strings(json.dumps(checksums), device, group):
             checksums |= json.loads(part)
         description = {
@@ -226,12 +232,14 @@ def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> N
         raise Unavailable("another run has just written it")
     cleanup.callback(shutil.rmtree, files.folder, ignore_errors=True)  # after a success it has another name
     for leftover in target.parent.glob("*.writing"):  # of killed runs
-        if (leftover_lock := try_lock(leftover.with_suffix(""))) is not None:
+        leftover_lock = try_lock(leftover.with_suffix(""))
+        if leftover_lock is not None:
             shutil.rmtree(leftover, ignore_errors=True)
             leftover_lock.release()
     for leftover in (target, files.folder):
         shutil.rmtree(leftover, ignore_errors=True)
-    free, size = free_disk(target.parent), files.num_bytes
+    free = free_disk(target.parent)
+    size = files.num_bytes
     if free < 2 * size:  # on a full disk the run could not save its result
         raise Unavailable(
             f"it needs twice its size of {format_bytes(size)}, and {target.parent} has {format_bytes(free)} free; "
@@ -286,7 +294,7 @@ def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None
     try:
         with raise_on_all_ranks(DamagedEntry, ranks.device):
             cached = CachedWeights(folder, weights.files)
-            sources = {**weights.sources, **{name: name for name in cached.checksums}}
+            sources = dict(weights.sources) | {name: name for name in cached.checksums}
             load_weights(weights=Weights(cached, sources, packed=True))
     except DamagedEntry as error:
         log.warning(

@@ -86,7 +86,8 @@ class WeightFiles:
                 entries[name] = entries[name].in_bytes()
         self._entries = entries
         decoded, unknown = find_packed(packed, entries) if packed else find_decoded(stored, entries, folder)
-        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
+        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = dict(self._entries)
+        self._tensors |= decoded
         files = {name: entry.file for name, entry in self._entries.items()}
         files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
         self.files = {name: file for name, file in files.items() if name not in unknown}
@@ -106,7 +107,8 @@ class WeightFiles:
             raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
         if outside:
             raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
-        if missing := [name for name in names if not (self.folder / name).is_file()]:
+        missing = [name for name in names if not (self.folder / name).is_file()]
+        if missing:
             raise UserError(f"{index} names missing files: {', '.join(missing)}. Download them.")
         headers = {name: _read_header(self.folder / name) for name in names}
         for tensor, name in weight_map.items():
@@ -125,7 +127,8 @@ class WeightFiles:
 
     def join(self, name: str, parts: Sequence[TensorSlice], shape: torch.Size) -> None:
         """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`."""
-        if len(dtypes := {self.dtype(part.name) for part in parts}) > 1:
+        dtypes = {self.dtype(part.name) for part in parts}
+        if len(dtypes) > 1:
             raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
         ends = list(itertools.accumulate(part.stop - part.start for part in parts))
         assert ends[-1] == shape.numel(), name
@@ -209,14 +212,17 @@ class WeightFiles:
         if not isinstance(tensor, _Joined):
             yield from [TensorSlice(name, start, stop)] * (start < stop)
             return
-        parts, ends = tensor.parts, tensor.ends
+        parts = tensor.parts
+        ends = tensor.ends
         index = bisect.bisect_right(ends, start)
         while start < stop:
             begin = ends[index - 1] if index else 0
             last = min(stop, ends[index])
-            part, shift = parts[index].name, parts[index].start - begin
+            part = parts[index].name
+            shift = parts[index].start - begin
             yield TensorSlice(part, start + shift, last + shift)
-            start, index = last, index + 1
+            start = last
+            index = index + 1
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
         entry = self._entries[name]
@@ -269,9 +275,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
     header.pop("__metadata__", None)
-    if odd := [name for name in header if printable(name) != name or "\n" in name or len(name) > _LONGEST_NAME]:
+    odd = [name for name in header if printable(name) != name or "\n" in name or len(name) > _LONGEST_NAME]
+    if odd:
         raise UserError(f"{path} has a tensor named {shown(odd[0])}, which no model has. {_DOWNLOAD_AGAIN}")
-    if unknown := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
+    unknown = {tensor["dtype"] for tensor in header.values()} - DTYPES.keys()
+    if unknown:
         raise UserError(f"{path} has tensors of type {', '.join(unknown)}, which cannot be read here.")
     return {
         name: StoredTensor(path, DTYPES[form["dtype"]], torch.Size(form["shape"]), 8 + size + form["data_offsets"][0])

@@ -62,7 +62,9 @@ class PromptFormat:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
-        self._tokenizer, self._kind, self._worker = tokenizer, record["kind"], TemplateWorker()
+        self._tokenizer = tokenizer
+        self._kind = record["kind"]
+        self._worker = TemplateWorker()
         self.keeps_history = self._kind == CHAT
         self._renderer = Renderer(
             tokenizer, recorded_template(record), "assistant", TEMPLATES["alpaca"], [self._worker]
@@ -178,7 +180,9 @@ class Draws:
     """
 
     def __init__(self, options: SamplingOptions, seeds: Sequence[int]) -> None:
-        self._seeds, self._is_plain, temperature = seeds, options.plain_logps, float(options.temperature)
+        self._seeds = seeds
+        self._is_plain = options.plain_logps
+        temperature = float(options.temperature)
         self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(temperature)] if temperature else []
         top_k = options.top_k if temperature else 1  # the likeliest
         self._warpers += [TopKLogitsWarper(top_k)] if top_k else []
@@ -228,7 +232,8 @@ class Stops:
         first = tokenizer(text, add_special_tokens=False)["input_ids"][:1] if text else []  # of "<|end|>\n<|eos|>"
         marks = [token for token in first if token in tokenizer.added_tokens_decoder]
         self.tokens = {token for token in (tokenizer.eos_token_id, *ends, *marks) if token is not None}
-        self._tokenizer, self.text = tokenizer, text
+        self._tokenizer = tokenizer
+        self.text = text
 
     def ends(self, tokens: list[int]) -> bool:
         if tokens[-1] in self.tokens:
@@ -251,8 +256,11 @@ class TextGenerator:
     def __init__(
         self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
     ) -> None:
-        self._model, self.ranks, self._precision = model, ranks, precision
-        self.stops, self._options = stops, options
+        self._model = model
+        self.ranks = ranks
+        self._precision = precision
+        self.stops = stops
+        self._options = options
 
     def generate(
         self,
@@ -268,7 +276,8 @@ class TextGenerator:
             show: called with a completion after each of its tokens. beat: called after each forward pass,
                 on every rank; may raise, if on all of them.
         """
-        model, device = self._model, self.ranks.device
+        model = self._model
+        device = self.ranks.device
         batch = prompts or {0: [0]}
         made = {index: Completion([], is_done=not prompts) for index in batch}
         # Logits follow the ids. Where embeddings are offloaded, model.device is the CPU, and transformers warns.
@@ -287,10 +296,12 @@ class TextGenerator:
         def beaten(*_: Any) -> None:
             beat()
 
-        draws, beating = self._draws([*batch], seeds or {}), model.register_forward_hook(beaten)
+        draws = self._draws([*batch], seeds or {})
+        beating = model.register_forward_hook(beaten)
         counts = gather_numbers([len(batch)], device).flatten().int().tolist()
         # The model's own one may ask for sampling or penalties.
-        model_config, model.generation_config = model.generation_config, GenerationConfig()
+        model_config = model.generation_config
+        model.generation_config = GenerationConfig()
         head = shared_head_of(model)
         try:
             if head:
@@ -330,7 +341,8 @@ class TextGenerator:
             at_a_time: of a rank in one batch, which shares its cache. beat, seeds: as for `generate`. shows_progress: a
                 bar on rank 0.
         """
-        number_of_ranks, own = self.ranks.world_size, dict[int, Completion]()
+        number_of_ranks = self.ranks.world_size
+        own = dict[int, Completion]()
         places = range(self.ranks.rank, len(prompts), number_of_ranks)
         rounds = range(0, -(-len(prompts) // number_of_ranks), at_a_time)  # as often on every rank
         for first in tqdm(rounds, unit=" batches", disable=not (shows_progress and self.ranks.is_rank_0)):
@@ -353,7 +365,8 @@ class Samples:
     def __init__(
         self, questions: Sequence[PromptContent], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
     ) -> None:
-        self._questions, self._generator = questions, generator
+        self._questions = questions
+        self._generator = generator
         self._prompts = [prompt_format.ids(question) for question in questions]
         self._path = folder / SAMPLES_FILE
 

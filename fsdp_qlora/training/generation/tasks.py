@@ -23,7 +23,8 @@ class Tasks:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Load them. Raises UserError if one cannot be."""
-        if special := [name for name in names if is_special(Path(name))]:
+        special = [name for name in names if is_special(Path(name))]
+        if special:
             raise UserError(f"lm-eval cannot load the task {special[0]}: it is a pipe, a device or a socket.")
         from lm_eval.tasks import TaskManager
 
@@ -33,7 +34,7 @@ class Tasks:
         except Exception as error:  # what it raises is not documented
             raise UserError(f"lm-eval cannot load the tasks {', '.join(names)}: {first_line(error)}.") from error
         inner = {name for children in loaded["group_map"].values() for name in children}
-        self._loaded = [task for name, task in {**loaded["tasks"], **loaded["groups"]}.items() if name not in inner]
+        self._loaded = [task for name, task in (loaded["tasks"] | loaded["groups"]).items() if name not in inner]
 
     def measure(
         self,
@@ -80,5 +81,5 @@ class Tasks:
             reshard_all(model)
         return {
             task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
-            for task, metrics in ({**results["results"], **results.get("groups", {})} if results else {}).items()
+            for task, metrics in ((results["results"] | results.get("groups", {})) if results else {}).items()
         }

@@ -48,7 +48,8 @@ _PULSE_SECONDS = 0.5  # between two signs of life
 _START_SECONDS = 240.0  # for a server that starts together with the run, as TRL waits
 _LOAD_SECONDS = 60.0  # for an adapter that the server refuses: a network disk may show it late
 _PAUSE_SECONDS = (0.5, 10.0)  # between two tries, the first and the longest
-_MODELS, _COMPLETIONS = "/v1/models", "/v1/completions"
+_MODELS = "/v1/models"
+_COMPLETIONS = "/v1/completions"
 _HEADERS = {"Content-Type": "application/json"}
 _MAY_PASS = (408, 429, 500, 502, 503, 504)
 _LINE_SECONDS = 60.0  # until a line says how many answers there are, then twice as long
@@ -87,7 +88,8 @@ def run_on_rank_0(work: Callable[[], str], control: Control, ranks: Ranks, step:
     Raises:
         RunStopped: on every rank. RolloutError: of `work`; the same on every rank.
     """
-    text, task = "", begun(work) if ranks.is_rank_0 else None
+    text = ""
+    task = begun(work) if ranks.is_rank_0 else None
     while not check_stop(control, ranks, step, is_done=task is not None and task.done()):
         wait([task] if task else [], _PULSE_SECONDS)
     with raise_on_all_ranks(RolloutError, _BY_GLOO):
@@ -101,7 +103,8 @@ class RequestFailed(Exception):
 
     def __init__(self, reason: str, status: int = 0, seconds: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {reason}" if status else reason)
-        self.status, self.seconds = status, seconds
+        self.status = status
+        self.seconds = seconds
 
 
 class Server:
@@ -112,10 +115,14 @@ class Server:
     """
 
     def __init__(self, url: str, bases: Sequence[str | None], patience: float) -> None:
-        self.url, self._patience = url.rstrip("/").removesuffix("/v1"), patience
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._patience = patience
         self._bases = [base for base in bases if base]
-        self._answered_at, self._away_since, self._said = awake(), 0.0, ""
-        self._noting, self._loading = threading.Lock(), threading.Lock()
+        self._answered_at = awake()
+        self._away_since = 0.0
+        self._said = ""
+        self._noting = threading.Lock()
+        self._loading = threading.Lock()
         self.is_closed = False  # threads that still ask end, where the process goes on, as in a notebook
 
     def ask(self, path: str, body: object = None, most_bytes: int = _MOST_BYTES) -> bytes:
@@ -125,7 +132,8 @@ class Server:
             RequestFailed: it is refused, or not answered in full within the patience.
             RolloutError: the answer is longer than `most_bytes`.
         """
-        url, began = urlsplit(f"{self.url}{path}"), awake()
+        url = urlsplit(f"{self.url}{path}")
+        began = awake()
         method, sent = ("GET", None) if body is None else ("POST", json.dumps(body).encode())
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         with contextlib.ExitStack() as ended:
@@ -137,7 +145,8 @@ class Server:
                 late.start()
                 connection.request(method, url.path, sent, _HEADERS)
                 response = connection.getresponse()
-                answer, reason = response.read(most_bytes + 1), response.getheader("Location") or response.reason
+                answer = response.read(most_bytes + 1)
+                reason = response.getheader("Location") or response.reason
                 if awake() - began >= self._patience or (response.length and len(answer) <= most_bytes):
                     raise IncompleteRead(answer)
             except (OSError, HTTPException, ValueError) as error:
@@ -157,7 +166,8 @@ class Server:
         Raises:
             RolloutError: the server refuses the request, or has answered no other one for too long.
         """
-        began, (pause, longest) = awake(), _PAUSE_SECONDS
+        began = awake()
+        (pause, longest) = _PAUSE_SECONDS
         while True:
             try:
                 if self.is_closed:
@@ -178,13 +188,15 @@ class Server:
 
     def all_answers(self, count: int, ask: Callable[[int], T]) -> list[T]:
         """Call `ask` `patiently` for each of so many requests, in threads. Raises RolloutError as that does."""
-        places, answers = range(count), dict[int, T]()
+        places = range(count)
+        answers = dict[int, T]()
 
         def some(first: int) -> None:
             for place in places[first::_IN_FLIGHT]:
                 answers[place] = self.patiently(partial(ask, place))
 
-        left, seconds = {begun(partial(some, first)) for first in places[:_IN_FLIGHT]}, _LINE_SECONDS
+        left = {begun(partial(some, first)) for first in places[:_IN_FLIGHT]}
+        seconds = _LINE_SECONDS
         while left:
             done, left = wait(left, seconds, FIRST_EXCEPTION)
             for task in done:
@@ -239,7 +251,8 @@ class Server:
     def load(self, name: str, folder: Path) -> None:
         """Have this adapter loaded, and no other one of its run. Raises RequestFailed or RolloutError."""
         with self._loading:
-            loaded, run = self.names(), name.partition("-v")[0]
+            loaded = self.names()
+            run = name.partition("-v")[0]
             for other in loaded:
                 if other != name and other.startswith(f"{run}-v"):
                     with contextlib.suppress(RequestFailed):
@@ -321,12 +334,22 @@ class ServerEngine:
         return json.dumps(self.server.all_answers(len(prompts), answer))
 
     def _request(self, name: str, prompt: Sequence[int], seed: int) -> dict[str, Any]:
-        return {
-            **{"model": name, "prompt": list(prompt), "max_tokens": self.options.max_new_tokens, "seed": seed % 2**31},
-            **{"temperature": self.options.temperature, **_WHOLE_DISTRIBUTION},
-            **{"stop_token_ids": sorted(self.stops.tokens), "stop": [self.stops.text] if self.stops.text else []},
-            **{"return_token_ids": True, "logprobs": 0},
-        }
+        return (
+            {
+                "model": name,
+                "prompt": list(prompt),
+                "max_tokens": self.options.max_new_tokens,
+                "seed": seed % 2**31,
+                "temperature": self.options.temperature,
+            }
+            | _WHOLE_DISTRIBUTION
+            | {
+                "stop_token_ids": sorted(self.stops.tokens),
+                "stop": [self.stops.text] if self.stops.text else [],
+                "return_token_ids": True,
+                "logprobs": 0,
+            }
+        )
 
     def _answer(self, request: dict[str, Any], load: Callable[[], None]) -> Completion:
         """Ask for one answer. Raises RequestFailed, or RolloutError if it cannot be learned from."""
@@ -350,7 +373,8 @@ class ServerEngine:
                     "weights"
                 )
             tokens = reply.get("choices", 0, kind=dict).get("token_ids")
-            if problem := self._problem(tokens, is_done=finish == "stop"):
+            problem = self._problem(tokens, is_done=finish == "stop")
+            if problem:
                 raise Unusable(problem)
             return Completion(tokens, finish == "stop", reply.token_logps(len(tokens)))
 
@@ -358,7 +382,8 @@ class ServerEngine:
         """Why an answer's tokens cannot be learned from; None if they can."""
         if not isinstance(tokens, list) or not tokens:
             return "returns text alone, without the token ids that vLLM gives for return_token_ids"
-        if outside := [token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)]:
+        outside = [token for token in tokens if not (type(token) is int and 0 <= token < self.vocab_size)]
+        if outside:
             return f"returns the token {outside[0]!r:.100}, and the model's vocabulary has {self.vocab_size}"
         most = self.options.max_new_tokens
         if len(tokens) > most or not (is_done or len(tokens) == most):

@@ -42,7 +42,8 @@ class Reply:
 
     def get(self, *place: str | int, kind: type) -> Any:
         """The value at a place, of names and indices. Raises Unusable if it is missing, or of another type."""
-        found, where = self._content, ""
+        found = self._content
+        where = ""
         for key in place:
             holds = isinstance(found, list) if isinstance(key, int) else isinstance(found, dict)
             has_key = holds and (key < len(found) if isinstance(key, int) else key in found)

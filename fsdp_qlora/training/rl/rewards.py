@@ -82,7 +82,8 @@ def regex(pattern: str) -> Callable[..., list[float]]:
 
 def length(tokens: str) -> Callable[..., list[float]]:
     """0 up to so many tokens, and then falling to -1 at twice as many (in the manner of Yu et al. 2025, eq. 13)."""
-    if (most := int(tokens)) < 1:
+    most = int(tokens)
+    if most < 1:
         raise ValueError("it is below 1")
     return lambda completion_ids, **_: [max(-1.0, min(0.0, 1 - len(ids) / most)) for ids in completion_ids]
 
@@ -125,7 +126,8 @@ def parse_rewards(words: Sequence[str]) -> list[Reward]:
             raise UserError(f"--rewards {word}: the weight must be a finite number.")
         rewards.append(reward)
     names = [reward.name for reward in rewards]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise UserError(f"--rewards: two functions are called {min(twice)}, and so would be their metrics. Rename one.")
     return rewards
 
@@ -167,7 +169,8 @@ class Scorer(Worker):
 
     def __init__(self, words: Sequence[str], *, zero_on_error: bool, seconds: float) -> None:
         super().__init__(__name__, seconds)
-        self.rewards, self._zero_on_error = parse_rewards(words), zero_on_error
+        self.rewards = parse_rewards(words)
+        self._zero_on_error = zero_on_error
 
     def start(self) -> list[str]:
         """Run the functions' files in the process, unless it has. In a thread that stays: the process ends with it.
@@ -199,7 +202,8 @@ class Scorer(Worker):
                 self.close()
 
     def _values(self, reward: Reward, batch: Batch, rows: Sequence[int]) -> list[float | None]:
-        everywhere, ends = range(len(rows)), time.monotonic() + self._seconds
+        everywhere = range(len(rows))
+        ends = time.monotonic() + self._seconds
         reply = self._ask(reward, batch, everywhere, self._seconds)
         if "error" not in reply:
             return list(reply["values"])
@@ -232,7 +236,8 @@ def work() -> None:
     """Answer requests: each line of stdin is one, each line of what was stdout its answer, both JSON."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests = os.fdopen(os.dup(0))
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what functions print
     guard_output()
@@ -240,7 +245,8 @@ def work() -> None:
     for line in requests:
         limit_memory(_MEMORY_BYTES)  # besides what the functions hold
         request = json.loads(line)
-        reward, batch = Reward(*request["reward"]), request["batch"]
+        reward = Reward(*request["reward"])
+        batch = request["batch"]
         try:
             function = _loaded(reward, files)
             reply = _score(function, batch) if batch else {"hash": files[reward.path][1] if reward.path else ""}
@@ -251,7 +257,8 @@ def work() -> None:
 
 def _loaded(reward: Reward, files: dict[Path, tuple[ModuleType, str]]) -> Callable[..., Any]:
     """A function. files: those that have been run, with their hashes. Raises UserError if it cannot be used."""
-    if (path := reward.path) is None:
+    path = reward.path
+    if path is None:
         return builtin(reward.word)
     try:
         if path not in files:
@@ -284,7 +291,9 @@ def _run_file(path: Path) -> tuple[ModuleType, str]:
 
 def _score(function: Callable[..., Any], batch: Batch) -> dict[str, Any]:
     """The values of a function; or the error, with the places that it concerns, or that the function has raised it."""
-    count, scores, bad = len(batch["completions"]), list[float | None](), dict[int, str]()
+    count = len(batch["completions"])
+    scores = list[float | None]()
+    bad = dict[int, str]()
     try:
         made = function(**batch)
         if isinstance(made, str | bytes | bytearray | set | Mapping):

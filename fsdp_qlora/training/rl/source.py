@@ -80,9 +80,11 @@ class Rollout:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Rollout":
-        values = {**record, "text": record["completion"]}
-        ids, finish, logps = values.pop("token_ids"), values.pop("finish"), values.pop("sampled_logps", None)
-        return cls(**{**values, "completion": Completion(ids, finish == "stop", logps)})
+        values = dict(record) | {"text": record["completion"]}
+        ids = values.pop("token_ids")
+        finish = values.pop("finish")
+        logps = values.pop("sampled_logps", None)
+        return cls(**(values | {"completion": Completion(ids, finish == "stop", logps)}))
 
 
 def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
@@ -100,7 +102,8 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    if error := write_with_room(path.parent, write):
+    error = write_with_room(path.parent, write)
+    if error:
         raise RolloutError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}.") from error
 
 
@@ -121,14 +124,18 @@ def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
     Raises:
         TrainingError: it is not a file, or cannot be read and written.
     """
-    last, cut, position, is_damaged = list[dict[str, Any]](), None, 0, False
+    last = list[dict[str, Any]]()
+    cut = None
+    position = 0
+    is_damaged = False
     try:
         with contextlib.suppress(FileNotFoundError), open_named(path, "r+b", follow=False) as file:
             for line in file:
                 is_whole = line.endswith(b"\n")
                 record = parse_record(line) if is_whole else None
                 if record and record["step"] <= step:
-                    last, cut = [*(last if last and last[0]["step"] == record["step"] else ()), record], None
+                    last = [*(last if last and last[0]["step"] == record["step"] else ()), record]
+                    cut = None
                 elif cut is None and (record or not is_whole):
                     cut = position
                 is_damaged |= is_whole and not record
@@ -143,7 +150,8 @@ def truncate_rollouts(path: Path, step: int) -> list[dict[str, Any]]:
 
 def table_of(rollouts: Sequence[Rollout]) -> TokenizedRows:
     """The rows of a step."""
-    prompts, made = [rollout.prompt_ids for rollout in rollouts], [rollout.completion for rollout in rollouts]
+    prompts = [rollout.prompt_ids for rollout in rollouts]
+    made = [rollout.completion for rollout in rollouts]
     logps = {
         "old_logps": [rollout.old_logps for rollout in rollouts],
         "sampled_logps": [completion.logps for completion in made],
@@ -170,7 +178,8 @@ def taught_table(rollouts: Sequence[Rollout], teacher: ServerTeacher | None) -> 
         return table_of(rollouts)
     rows = [rollout.row for rollout in rollouts]
     sides = join_completions([*chain(*asked)], [ids for ids in made for _ in range(2)], np.repeat(rows, 2))
-    splits, desired = np.diff(sides.offsets)[::2], np.ones(len(rows), np.bool_)
+    splits = np.diff(sides.offsets)[::2]
+    desired = np.ones(len(rows), np.bool_)
     return dataclasses.replace(
         sides, offsets=sides.offsets[::2], row_numbers=sides.row_numbers[::2], splits=splits, desired=desired
     )
@@ -209,7 +218,8 @@ class Rollouts:
             RolloutError: the engine or a reward function has failed. TrainingError: the file cannot be written, or
             lacks answers. RunStopped: the ranks have agreed to stop.
         """
-        rollouts, group_size = self._kept(first), schedule.num_generations
+        rollouts = self._kept(first)
+        group_size = schedule.num_generations
         if position and position != mark_of(rollouts):  # older checkpoints have no mark
             rollouts = []
         for step, rows in schedule.rows_of_steps(self.data.train_rows, first=first):
@@ -298,7 +308,8 @@ class Rollouts:
         Raises:
             RolloutError: it does not, and its answers would stay the base's.
         """
-        sampled, count = table.sampled_logps, table.num_targets.sum()
+        sampled = table.sampled_logps
+        count = table.num_targets.sum()
         to_model, to_base = (float(np.abs(sampled - values).sum() / count) for values in (logps, base))
         if 2 * to_base < to_model:
             raise RolloutError(
@@ -313,7 +324,8 @@ class Rollouts:
 
     def _batch(self, answered: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
         """The arguments of reward functions, which are TRL's. Answers to messages are messages too."""
-        prompts, said = [prompt for prompt, _ in answered], [completion.token_ids for _, completion in answered]
+        prompts = [prompt for prompt, _ in answered]
+        said = [completion.token_ids for _, completion in answered]
         texts: list[Any] = list(map(self.text_of, said))
         for place, prompt in enumerate(prompts):
             if not isinstance(prompt.content, str):
@@ -321,7 +333,7 @@ class Rollouts:
         beside = [prompt.for_rewards for prompt in prompts]
         columns = {name: [row.get(name) for row in beside] for name in dict.fromkeys(chain(*beside))}
         columns["prompts"] = [prompt.content for prompt in prompts]
-        return {**columns, "completions": texts, "completion_ids": said}
+        return columns | {"completions": texts, "completion_ids": said}
 
 
 def _weighted(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

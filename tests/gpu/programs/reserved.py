@@ -79,10 +79,12 @@ def main(argv: list[str]) -> int:
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(options, ranks)
     plan = build_plan(options, machine, Path("no weights"), config, tokenizer)
-    placed, model = place(options, plan), plan.meta.model
+    placed = place(options, plan)
+    model = plan.meta.model
     wrap_blocks(model, offload=False)
     mesh = build_mesh(ranks, sharding_strategy=args.strategy)
-    parts, on_host = plan.meta.parts, plan.meta.parts.on_host(placed.placement.offload)
+    parts = plan.meta.parts
+    on_host = plan.meta.parts.on_host(placed.placement.offload)
     shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     keep_own_part(model)

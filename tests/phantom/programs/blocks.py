@@ -8,7 +8,9 @@ from fsdp_qlora.model.architecture.decoder import find_blocks
 from fsdp_qlora.sharding.recompute import set_recompute
 from tests.phantom.counts import recording
 
-BLOCKS, FEWER, TOKENS = 4, 2, 2 * 2048
+BLOCKS = 4
+FEWER = 2
+TOKENS = 2 * 2048
 
 
 def main(shape: str) -> None:

@@ -11,9 +11,11 @@ MIB = 1 << 20
 
 def main() -> None:
     device = torch.ones(1000, device="cuda")
-    left, right = torch.ones(64, 32, device="cuda"), torch.ones(32, 16, device="cuda")
+    left = torch.ones(64, 32, device="cuda")
+    right = torch.ones(32, 16, device="cuda")
     (left @ right).sum().item()  # the workspaces of matrix products and of reading back are allocated here
-    pageable, pinned = torch.ones(1000), torch.ones(1000).pin_memory()
+    pageable = torch.ones(1000)
+    pinned = torch.ones(1000).pin_memory()
     torch.cuda.synchronize()
     with recording() as counts:
         device.add_(1)

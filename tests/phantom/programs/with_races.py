@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from tests.phantom.races import checking
 
-OURS, FSDP2 = "/fsdp_qlora/", "/_fully_shard/"
+OURS = "/fsdp_qlora/"
+FSDP2 = "/_fully_shard/"
 
 
 class Fault(NamedTuple):

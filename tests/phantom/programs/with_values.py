@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.phantom.values.process import strays
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
+GPU = torch.device("cuda")
+CPU = torch.device("cpu")
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,7 +107,9 @@ def inferred(device: torch.device) -> torch.Tensor:
         return made.to(torch.float64).cpu()
 
 
-BF16, FLASH, EFFICIENT = torch.bfloat16, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+BF16 = torch.bfloat16
+FLASH = SDPBackend.FLASH_ATTENTION
+EFFICIENT = SDPBackend.EFFICIENT_ATTENTION
 OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "layer norm": lambda d: with_gradients(lambda x, w: F.layer_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)),
     "rms norm": lambda d: with_gradients(lambda x, w: F.rms_norm(x, (8,), w), drawn(4, 8).to(d), drawn(8).to(d)),
@@ -134,16 +137,20 @@ OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
 
 
 def error_of(compute: Callable[[torch.device], torch.Tensor]) -> float:
-    found, expected = compute(GPU).cpu().double(), compute(CPU).double()
+    found = compute(GPU).cpu().double()
+    expected = compute(CPU).double()
     assert found.shape == expected.shape
     return ((found - expected).norm() / expected.norm()).item()
 
 
 def collectives(rank: int) -> dict[str, bool]:
     """Whether numbers of two ranks arrive as they must, for messages above those that pass without values."""
-    size, other = 1 << 18, 1 - rank
+    size = 1 << 18
+    other = 1 - rank
     mine = torch.arange(2 * size, device=GPU, dtype=torch.float32) * (rank + 1)
-    part, whole, expected = mine[:size].clone(), mine.clone(), torch.arange(2 * size, dtype=torch.float32)
+    part = mine[:size].clone()
+    whole = mine.clone()
+    expected = torch.arange(2 * size, dtype=torch.float32)
     dist.reduce_scatter_tensor(part, mine, op=dist.ReduceOp.AVG)
     dist.all_reduce(whole)
     halves = torch.full((4,), 256.0 + rank, device=GPU, dtype=torch.bfloat16)  # 513 is no bfloat16

@@ -39,7 +39,8 @@ class Rule(NamedTuple):
             scores = scores + self.bias
         rows, columns = scores.shape[-2:]
         own = torch.arange(rows)[:, None] + (columns - rows if self.is_aligned_to_end else 0)
-        keys, hidden = torch.arange(columns), torch.zeros(rows, columns, dtype=torch.bool)
+        keys = torch.arange(columns)
+        hidden = torch.zeros(rows, columns, dtype=torch.bool)
         if self.right >= 0:
             hidden |= keys > own + self.right
         if self.left >= 0:
@@ -81,9 +82,11 @@ def sequences(
     elif given["cum_seq_q"] is None:
         yield Sequences([x.transpose(1, 2) for x in like_queries], [x.transpose(1, 2) for x in like_keys], lse)
     else:
-        ends_q, ends_k = alias(given["cum_seq_q"]).tolist(), alias(given["cum_seq_k"]).tolist()
+        ends_q = alias(given["cum_seq_q"]).tolist()
+        ends_k = alias(given["cum_seq_k"]).tolist()
         for i in range(len(ends_q) - 1):
-            q, k = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
+            q = slice(ends_q[i], ends_q[i + 1])
+            k = slice(ends_k[i], ends_k[i + 1])
             yield Sequences(
                 [x[q].transpose(0, 1)[None] for x in like_queries],
                 [x[k].transpose(0, 1)[None] for x in like_keys],
@@ -103,7 +106,8 @@ def shares_of(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 def forward(func: Any, args: Any, kwargs: Any) -> Any:
     given = bind(func, args, kwargs)
-    rule, place = rule_of(given), place_of((), {})
+    rule = rule_of(given)
+    place = place_of((), {})
     seed = (place.seed, place.offset)
     outputs = launched(func, args, kwargs)
     q, k, v, out = (alias(x) for x in (given["query"], given["key"], given["value"], outputs[0]))
@@ -135,12 +139,14 @@ def backward(func: Any, args: Any, kwargs: Any) -> Any:
     parts = sequences(given, [grad, q, out, made[0]], [k, v, *made[1:]], alias(given["logsumexp"]))
     for number, part in enumerate(parts):
         grad, q, out = (x.float() for x in part.of_queries[:3])
-        heads, groups = q.shape[1], part.of_keys[0].shape[1]
+        heads = q.shape[1]
+        groups = part.of_keys[0].shape[1]
         k, v = (to_heads(x.float(), heads) for x in part.of_keys[:2])
         shares = shares_of(rule.scores(q, k), part.lse[..., : q.shape[2]])
         kept = rule.kept(shares, seed, number)
         of_scores = shares * (torch.matmul(grad, v.mT) * kept - (grad * out).sum(-1, keepdim=True))
-        of_q, of_k = torch.matmul(of_scores, k) * rule.scale, torch.matmul(of_scores.mT, q) * rule.scale
+        of_q = torch.matmul(of_scores, k) * rule.scale
+        of_k = torch.matmul(of_scores.mT, q) * rule.scale
         of_v = torch.matmul((shares * kept).mT, grad)
         of_k, of_v = (x.unflatten(1, (groups, -1)).sum(2) for x in (of_k, of_v))
         for target, value in zip([part.of_queries[3], *part.of_keys[2:]], (of_q, of_k, of_v), strict=True):

@@ -75,7 +75,8 @@ def fill(func: Any, outputs: Any, values: Any) -> None:
     """Write values into the outputs that an operator has made; those that are its arguments have theirs by now."""
     returns = func._schema.returns
     if len(returns) == 1:
-        outputs, values = [outputs], [values]
+        outputs = [outputs]
+        values = [values]
     for kind, output, value in zip(returns, outputs or (), values or (), strict=True):
         if kind.alias_info is None:
             _fill(output, value)

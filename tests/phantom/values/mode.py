@@ -61,7 +61,8 @@ _ways: dict[Any, Way] = {}
 def way_of(func: Any) -> Way:
     """How an operator is computed."""
     namespace, name = func._schema.name.split("::")
-    has, returns = torch._C._dispatch_has_kernel_for_dispatch_key, func._schema.returns
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    returns = func._schema.returns
     # Before views: `to`, which in inference mode comes here itself, may return its input or a copy.
     if namespace in IN_C and has(func.name(), "CompositeImplicitAutograd") and not has(func.name(), "CUDA"):
         return composite

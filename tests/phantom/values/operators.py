@@ -73,7 +73,8 @@ def rms_norm(given: dict[str, Any], outputs: Sequence[torch.Tensor]) -> None:
 def rms_norm_backward(given: dict[str, Any], outputs: Sequence[torch.Tensor]) -> None:
     grad, x, rstd = floats(given["grad_out"], given["input"], given["rstd"])
     of_x, of_weight = given["output_mask"]
-    normal, scaled = x * rstd, grad * weight_of(given)
+    normal = x * rstd
+    scaled = grad * weight_of(given)
     if of_x:
         mean = (scaled * normal).mean(normalized_dims(given), keepdim=True)
         alias(outputs[0]).copy_(rstd * (scaled - normal * mean))

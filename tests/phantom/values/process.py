@@ -60,7 +60,9 @@ def _trace_stray(name: bytes) -> None:
 
 def strays() -> dict[str, int]:
     """Kernels that were launched where no one computes, and how often."""
-    runtime, times, found = library(), ctypes.c_long(), {}
+    runtime = library()
+    times = ctypes.c_long()
+    found = {}
     runtime.phantom_stray.restype = ctypes.c_char_p
     while (name := runtime.phantom_stray(len(found), ctypes.byref(times))) is not None:
         found[name.decode()] = times.value
@@ -71,7 +73,8 @@ def report(process: int) -> None:
     """Say what is missing: to the file that PHANTOM_VALUES_REPORT names, else a line if there is something."""
     if os.getpid() != process:  # a forked child
         return
-    path, found = os.environ.get("PHANTOM_VALUES_REPORT"), strays()
+    path = os.environ.get("PHANTOM_VALUES_REPORT")
+    found = strays()
     if path:
         file = Path(path.replace("{rank}", os.environ.get("RANK", "0")))
         file.write_text(json.dumps({"strays": found, "noted": noted}, indent=1))
